@@ -371,6 +371,7 @@ FIGURES: Figures = {
     "quantised": quantised,
     "quantised-processor": partial(processor, "low-precision-inference-quantize"),
     "fbgemm-processor": partial(processor, "fbgemm-linear"),
+    "loka-processor": partial(processor, "loka-model"),
     "quantised-size": partial(quantised_reached, "size"),
     "quantised-ne": partial(quantised_reached, "ne_shown"),
     "quantised-speed": partial(quantised_reached, "speed"),

@@ -185,6 +185,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = markdown.replace("<!-- recipes -->", _recipes())
     if "<!-- contributing -->" in markdown:
         text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+        text = re.sub(r"\[([^]]+)\]\((?!docs/|#|\w+:)[^)]+\)", r"\1", text)  # files that are no pages
         markdown = markdown.replace("<!-- contributing -->", re.sub(r"\]\(docs/", "](", text))
     return re.sub(r"<!-- /?figures?(: [\w.-]+)? -->", "", markdown)
 

@@ -242,6 +242,8 @@ def test_the_next_path_is_the_first_free_one(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a-2").mkdir()
     assert next_path(tmp_path, "a").name == "a-3"
+    (tmp_path / "a-3").symlink_to(tmp_path / "unmounted")
+    assert next_path(tmp_path, "a").name == "a-4"
 
 
 def test_a_folder_whose_process_was_killed_before_it_had_a_recipe_is_taken_again(tmp_path):

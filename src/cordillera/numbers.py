@@ -27,6 +27,11 @@ def shown(value: float, decimals: int) -> str:
     return f"{value:.{decimals}f}" if value == 0 or abs(value) >= 10**-decimals else f"{value:.2g}"
 
 
+def millions(value: float) -> str:
+    """Return a rate as text, in millions if it is that large."""
+    return f"{value / 1e6:.2f} M" if value >= 1e6 else f"{value:,.0f}"
+
+
 def fixed(value: float, digits: int = 4) -> str:
     """Return a number with ``digits`` digits after the point, or a word if it is not finite."""
     if math.isnan(value):

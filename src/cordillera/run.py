@@ -550,7 +550,7 @@ def check_no_run(recipe: str, command: str) -> None:
 def next_path(parent: Path, name: str, ending: str = "") -> Path:
     """Return the first of ``name``, ``name-2``, ... with this ``ending`` that does not exist in ``parent``."""
     path, number = parent / f"{name}{ending}", 2
-    while path.exists():
+    while is_there(path):
         path, number = parent / f"{name}-{number}{ending}", number + 1
     return path
 

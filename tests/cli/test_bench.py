@@ -26,6 +26,12 @@ def test_a_benchmark_that_is_misspelt_is_guessed(cli: Any) -> None:
     assert "there is no benchmark 'xyz'\n  -> one of bfloat16," in cli("bench", "xyz").err
 
 
+def test_a_folder_of_another_project_holds_none_of_ours(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "theirs.py").touch()
+    assert "there is no benchmark 'theirs'" in cli("bench", "theirs").err
+
+
 RECORDER = "import runpy, sys\nsys.argv[:] = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
 SLOW = """
 import os, signal, subprocess, sys, tempfile, time

@@ -248,6 +248,29 @@ def test_a_killed_run_resumes_to_the_same_bits(cli, recipe, tmp_path, number, pr
     assert (tmp_path / "whole.csv").read_bytes() == (tmp_path / "killed.csv").read_bytes()
 
 
+def test_a_run_that_cannot_be_written_is_told_before_the_work(cli, recipe, tmp_path):
+    assert cli("train", recipe, "--run", "runs/a", "-q", "--set", "training.max_steps=2").code == 0
+    results = {"inject": "injection.json", "quantize": "quantized/report.json", "probe": "precision-plan.json"}
+    for command, name in results.items():
+        (tmp_path / "runs/a" / name).mkdir(parents=True)
+        refused = cli(command, "runs/a")
+        assert refused.code == 2
+        assert f"{name}: cannot be written" in refused.err
+        assert "work on a copy of the run" in refused.err
+        assert not refused.out
+
+
+def test_a_folder_of_runs_that_is_on_no_disk_is_told(cli, recipe, tmp_path):
+    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+    refused = cli("train", recipe, "-q")
+    assert refused.code == 2
+    assert "runs: cannot be written" in refused.err
+
+
+def test_budgets_of_plans_for_training_are_refused(cli):
+    assert "--budget: has no effect with --training" in cli("probe", "runs/a", "--training", "--budget", 1).err
+
+
 def test_lines_tell_how_far_scoring_is_where_there_is_no_terminal(cli, recipe, tmp_path, monkeypatch):
     assert cli("train", recipe, "--run", "runs/a", "-q").code == 0
     for pause in ("_FIRST_S", "_LONGEST_S"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ def test_a_folder_is_replaced_only_if_it_is_an_export(cli, recipe: Path, tmp_pat
     shown = cli("export", "run")
     assert shown.code == 0
     assert "export: run/export" in shown.out
+    advice = shown.out.partition("in Python: ")[2].replace("\n", " ").replace("predict([...])", "schema")
+    assert subprocess.run([sys.executable, "-c", advice], check=False, cwd=tmp_path).returncode == 0
     assert "in place of" not in shown.out
     assert "export: run/export, in place of an earlier one\n" in cli("export", "run").out
     (tmp_path / "mine").mkdir()

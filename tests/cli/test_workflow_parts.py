@@ -115,10 +115,15 @@ def test_runs_of_two_kinds_are_not_compared(tmp_path: Path, monkeypatch: pytest.
 
 def test_studies_take_recipes_of_their_own_kind() -> None:
     kinds = {name: isinstance(load_recipe(name), LanguageRecipe) for name in shipped("cordillera.recipes")}
-    language = next(name for name, is_language in kinds.items() if is_language)
+    language = "llama-debug"
     ranking = next(name for name, is_language in kinds.items() if not is_language)
     assert scaling._language_recipe(language, ["seed=7"]).seed == 7
     assert scaling._ranking_recipe(ranking, ["seed=7"]).seed == 7
+    with pytest.raises(RecipeError, match="a study is of pre-training"):
+        scaling._language_recipe("arithmetic-sft", [])
+    for ratio in (-20.0, 0.0, math.nan, math.inf):
+        with pytest.raises(DataError, match="must be a number above 0"):
+            workflows.isoflop(language, [1e9, 1e10, 1e11], tokens_per_parameter=ratio)
     with pytest.raises(RecipeError, match="cordillera sweep"):
         scaling._language_recipe(ranking, [])
     with pytest.raises(DataError, match="cordillera isoflop"):

@@ -37,6 +37,22 @@ def read(folder: Path, records: list[Record], steps: int = 1000, model: Record |
     return LanguageRecords(Run(made.folder))
 
 
+def test_shares_of_problems_are_no_losses_of_text(tmp_path: Path) -> None:
+    """GRPO's evaluations hold the share that was not solved; its objective may rise, and no text is learnt by heart."""
+    solved = [evaluated(10 * n, 1 - share) | {"solved": share} for n, share in enumerate((0.5, 0.72, 0.6), 1)]
+    steps = [train(n, loss=0.01 * n) for n in range(1, 101)]
+    records = read(tmp_path, [*steps, *solved], model={**make_model(), "objective": "grpo"})
+    said = " ".join(warnings.find_warnings(records))
+    assert "by heart" not in said
+    assert "is rising" not in said
+    tile = headline._loss(records)
+    assert tile is not None
+    assert tile[-1].startswith("share of problems not solved")
+    assert tile[-1].endswith("problems; lower is better")
+    loss = next(one for one in run._learning(records) if one is not None and one.heading == "Loss")
+    assert "validation" not in [name for _, name in loss.key]
+
+
 @pytest.mark.parametrize(("number", "shown"), [(8, "All 8"), (9, "The newest 8 of 9")])
 def test_the_newest_evaluations_are_listed_by_step_and_the_lowest_is_marked(
     tmp_path: Path, number: int, shown: str

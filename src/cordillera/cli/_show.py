@@ -225,6 +225,19 @@ def refuse(options: Mapping[str, object], task: str) -> None:
             raise RunError(f"has no effect with {task}", where=name, remedy="leave it out")
 
 
+def check_result(run: Path, name: str, remedy: str = "work on a copy of the run") -> None:
+    """Check before the work that a result can be written into a run's folder, if it is one.
+
+    Raises:
+        RunError: If it cannot, with the ``remedy``.
+    """
+    if (run / "recipe.toml").is_file():
+        try:
+            check_writable(run / name)
+        except PlanError as error:
+            raise RunError(error.what, where=error.where, remedy=remedy) from error
+
+
 def to_type(*words: object) -> str:
     """Return a command of ``cordillera`` as a shell takes it, whatever is in its ``words``."""
     return shlex.join(["cordillera", *map(str, words)])

@@ -40,7 +40,7 @@ def programs() -> dict[str, Path]:
     """Return the benchmark programs by the name of their system."""
     found: dict[str, Path] = {}
     for folder in folders():
-        for path in sorted(folder.glob("*.py")):
+        for path in sorted(folder.glob("*.py")) if (folder / _RECORDER).is_file() else ():
             if not path.name.startswith("_"):
                 found.setdefault(path.stem.replace("_", "-"), path)
     return found

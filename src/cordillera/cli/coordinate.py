@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -30,18 +29,18 @@ def coordinate(
     from cordillera.cli.train import resumed, tell_outcome
     from cordillera.errors import RecipeError
     from cordillera.recipe import LanguageRecipe, load
-    from cordillera.run import check_no_run
+    from cordillera.run import check_no_run, next_path
     from cordillera.workflows.language import coordinate as coordinate_replicas
 
     if not resume and run is None:
         check_no_run(recipe, "coordinate")
     answer = CommandOutput(as_json=False)
     overrides = list(set_ or []) + ([f"fault_tolerance.replicas={replicas}"] if replicas is not None else [])
-    old = resumed(recipe, run, overrides, None) if resume else None
+    old = resumed(recipe, run, overrides, command="coordinate") if resume else None
     found = load(recipe if old is None else old.recipe_file, overrides)
     if not isinstance(found, LanguageRecipe):
         raise RecipeError(recipe, [("model", "only language models are trained by replicas")])
-    folder = old.folder if old else run
-    with replicas_told(folder, answer.say) if folder is not None else contextlib.nullcontext():
+    folder = old.folder if old else run or next_path(Path("runs"), found.name)
+    with replicas_told(folder, answer.say):
         outcome = coordinate_replicas(found, folder, resume=resume, processes=nproc, listen=listen, say=answer.say)
     tell_outcome(answer, outcome, "coordinate", is_resumed=resume)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson
-from cordillera.errors import Interrupted, PlanError, RunError, printable
+from cordillera.cli._show import AsJson, check_result
+from cordillera.errors import Interrupted, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,8 +65,9 @@ def evaluate(
         if importance:
             refuse({"--file": file}, "--importance, which is measured on a split of the run")
             recipe_of(Run(run))
-        if file is None and (Path(run) / "recipe.toml").is_file():
-            _check_writable(Path(run) / "evaluation.json")
+        if file is None:
+            remedy = "evaluate a copy of the run, or with --file, which writes nothing"
+            check_result(Path(run), "evaluation.json", remedy)
         with answering_progress(console(stderr=True), what="reading") as on_tokens:
             evaluation = workflows.evaluate(
                 run, split, file=file, tokens=tokens, dtype=dtype, on_tokens=None if file is None else on_tokens
@@ -82,17 +83,6 @@ def evaluate(
         print_json({**content, "importance": rises} if importance else content)
     else:
         _show(evaluation, rises, file or "")
-
-
-def _check_writable(file: Path) -> None:
-    """Check before the work that its result can be written."""
-    from cordillera.files import check_writable
-
-    try:
-        check_writable(file)
-    except PlanError as error:
-        remedy = "evaluate a copy of the run, or with --file, which writes nothing"
-        raise RunError(error.what, where=error.where, remedy=remedy) from error
 
 
 def _show(

@@ -26,4 +26,7 @@ def export(
     before = (out or run / "export").exists()
     folder = workflows.export(run, out, compiled=compiled, onnx=onnx)
     console().print(f"export: {folder}{', in place of an earlier one' if before else ''}")
-    console().print(f"  -> in Python: import score; score.Scorer('{folder}').predict([...])")
+    console().print(
+        f"  -> in Python: import sys; sys.path.insert(0, {str(folder)!r}); "
+        f"import score; score.Scorer({str(folder)!r}).predict([...])"
+    )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from cordillera.cli._show import AsJson, CommandOutput, Quiet, answering_progress, titled_table
+from cordillera.cli._show import AsJson, CommandOutput, Quiet, answering_progress, check_result, titled_table
 
 
 def inject(
@@ -46,6 +46,7 @@ def inject(
     from cordillera.workflows.injection import InjectionConfig, inject
     from cordillera.workflows.processes import silent
 
+    check_result(run, "injection.json")
     config = InjectionConfig(
         injections, half_width, FaultModel(bits, burst), tuple(component or ()), seed, samples, threshold
     )

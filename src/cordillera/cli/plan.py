@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, console, refuse, work_shown
 from cordillera.errors import PlanError
-from cordillera.numbers import compact, counted, fixed, shown
+from cordillera.numbers import compact, counted, fixed, millions, shown
 
 if TYPE_CHECKING:
     from cordillera.cost import ProductShape
@@ -220,7 +221,7 @@ def _show_several(
     for line in said:
         answer.say(line)
     for name, one in found.plans.items():
-        if one.what_if or (isinstance(one, Planned) and one.found.own):
+        if one.what_if or one.compared or (isinstance(one, Planned) and one.found.own):
             answer.say("" if name == one.explorer.topology.name else f"\n{name}:")
             with answer.within("plans", name):
                 _show(answer, one, budget)
@@ -252,7 +253,7 @@ def _list_cases(title: str, rows: Sequence[ComparedPlan], budget: TrainingBudget
         Field("devices", form="{:,}"),
         Field("seconds", "step", _seconds),
         _ERROR._replace(shown=any(row.error_s is not None for row in rows)),
-        Field("tokens_per_s" if budget else "samples_per_s", "tokens/s" if budget else "samples/s", _millions),
+        Field("tokens_per_s" if budget else "samples_per_s", "tokens/s" if budget else "samples/s", millions),
         Field("scaling", form="{:.0%}", shown=several),
         Field("days", form="{:,.1f}", shown=with_days),
         Field("device_hours", form="{:,.0f}", shown=with_days),
@@ -265,10 +266,6 @@ def _list_cases(title: str, rows: Sequence[ComparedPlan], budget: TrainingBudget
             row.device_hours, row.cost, row.memory_bytes,
         )  # fmt: skip
     return table
-
-
-def _millions(rate: float) -> str:
-    return f"{rate / 1e6:.2f} M" if rate >= 1e6 else f"{rate:,.0f}"
 
 
 def _seconds(seconds: float) -> str:
@@ -345,8 +342,12 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender, budget: 
     if isinstance(planned, Planned) and (used := export.measured(planned.explorer, planned.found.best)):
         answer.say(used, measured=used)
     answer.say(f"report: {planned.files['plan.html']}")
-    if isinstance(planned, Planned) and is_llama(planned.explorer.workload.model) and best.layout.fp8 == "none":
-        answer.say(f"train by it: cordillera train RECIPE --plan {planned.files['plan.json']}")
+    if (
+        isinstance(planned, Planned)
+        and is_llama(planned.explorer.workload.model)
+        and planned.found.best.layout.fp8 == "none"
+    ):
+        answer.say(f"train by it: cordillera train RECIPE --plan {shlex.quote(str(planned.files['plan.json']))}")
     answer.keep(
         interrupted=found.interrupted,
         reasons=reasons,
@@ -489,7 +490,7 @@ def _list_tables(title: str, planned: PlannedRecommender) -> Sheet:
         Field("layout"),
         Field("schedule"),
         Field("seconds", "step", _seconds),
-        Field("samples_per_s", "samples/s", _millions),
+        Field("samples_per_s", "samples/s", millions),
         _MEMORY,
     )
     table.caption, table.caption_justify = f"tables of the best plan: {planned.found.best.cut}", "left"

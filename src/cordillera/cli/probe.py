@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, refuse
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, check_result, refuse, to_type
 from cordillera.errors import Interrupted, NumericsError
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ def probe(
         float, typer.Option("--db", help="Least signal-to-noise ratio of a kernel on what its layer sees.")
     ] = 30.0,
     budget: Annotated[
-        float, typer.Option(min=0.0, help="Largest relative rise of NE, in per cent, on the validation split.")
-    ] = 0.02,
+        float | None,
+        typer.Option(min=0.0, help="Largest relative rise of NE, in per cent, on the validation split. Default: 0.02."),
+    ] = None,
     training: Annotated[
         bool, typer.Option("--training", help="Plan the three products of a training step instead, without a budget.")
     ] = False,
@@ -49,7 +50,9 @@ def probe(
     from cordillera.workflows.probing import probe_training
 
     if training:
-        refuse({"--anew": anew, "--marginals": marginals}, "--training, which always gathers anew and no quantiles")
+        options = {"--anew": anew, "--marginals": marginals, "--budget": budget}
+        refuse(options, "--training, which always gathers anew, no quantiles, and scores nothing")
+    check_result(run, "precision-plan.json")
     config = DispatchConfig(rows=tuple(sorted({bucket(one) for one in rows or [256]})), sqnr_db=decibels)
     with CommandOutput(as_json) as answer:
         say = answer.notes.print
@@ -57,7 +60,9 @@ def probe(
             if training:
                 _of_training(answer, *probe_training(run, config, say=say))
                 return
-            found = work(run, config, budget / 100, anew=anew, marginals=marginals, say=say)
+            found = work(
+                run, config, (0.02 if budget is None else budget) / 100, anew=anew, marginals=marginals, say=say
+            )
         except KeyboardInterrupt:
             raise Interrupted(
                 "no plan was written; an earlier one is as it was", where=str(run), remedy="give the same command again"
@@ -70,7 +75,10 @@ def probe(
             f"linear layers {faster:.2f} times as fast as fp32 in geometric mean"
         )
         answer.say("\n".join(lines), returned=found.returned, ne_change=found.change, times_fp32=faster)
-        answer.say(f"plan: {found.plan_file}; cordillera predict {run} FILE --plan uses it", plan=found.plan_file)
+        answer.say(
+            f"plan: {found.plan_file}; {to_type('predict', run, 'FILE', '--plan')} uses it",
+            plan=found.plan_file,
+        )
 
 
 def _of_training(answer: CommandOutput, file: Path, profile: Profile) -> None:

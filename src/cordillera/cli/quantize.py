@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Quiet, Sheet, titled_table
+from cordillera.cli._show import AsJson, CommandOutput, Field, Quiet, Sheet, check_result, titled_table
 from cordillera.errors import Interrupted
 from cordillera.numbers import fixed
 
@@ -35,6 +35,7 @@ def quantize(
     from cordillera.workflows.processes import silent
     from cordillera.workflows.quantization import quantize as work
 
+    check_result(run, "quantized/report.json")
     with CommandOutput(as_json) as answer:
         try:
             outcome = work(run, budget / 100, smallest=smallest, say=silent if quiet else answer.notes.print)

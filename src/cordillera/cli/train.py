@@ -134,6 +134,9 @@ def _new_folder(name: str) -> Path | None:
     from cordillera.distributed.job.environment import place_in_job
     from cordillera.run import disk_errors, next_path
 
+    if place_in_job() is None:
+        with disk_errors(Path("runs")):
+            Path("runs").mkdir(exist_ok=True)
     while place_in_job() is None:
         folder = next_path(Path("runs"), name)
         with disk_errors(folder), contextlib.suppress(FileExistsError):
@@ -165,7 +168,7 @@ def _shards(run: Run, nproc: int | None, overrides: Sequence[str]) -> list[str]:
     if nproc is None or not isinstance(recipe, LanguageRecipe):
         return []
     others = recipe.parallel.world // recipe.parallel.shard
-    is_set = any(one.startswith("parallel.shard") for one in overrides)
+    is_set = any(one.partition("=")[0].strip() == "parallel.shard" for one in overrides)
     fits = is_set or nproc % others or nproc == recipe.parallel.world
     return [] if fits else [f"parallel.shard={nproc // others}"]
 
@@ -252,8 +255,10 @@ def _join(folder: Path, replica: str | None, coordinator: str | None, answer: Co
         answer.say(f"{replica}: {ended} at step {step:,}", replica=replica, ended=ended, steps=step)
 
 
-def resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Path | None) -> Any:
-    """Return the run to resume, in ``folder`` or ``recipe``; warn of differences from a recipe given beside it.
+def resumed(
+    recipe: str, folder: Path | None, overrides: Sequence[str], plan: Path | None = None, command: str = "train"
+) -> Any:
+    """Return the run that a command resumes, in ``folder`` or ``recipe``; warn of differences from a recipe beside it.
 
     Raises:
         RunError: If it is no run, there is a plan, or a recipe beside its folder is of another model or other data.
@@ -274,7 +279,7 @@ def resumed(recipe: str, folder: Path | None, overrides: Sequence[str], plan: Pa
         raise RunError(
             f"is a run of another recipe than {recipe}: {'; '.join(of_another)}",
             where=str(folder),
-            remedy=f"go on with `cordillera train {folder} --resume`, or choose another --run folder",
+            remedy=f"go on with `{to_type(command, folder, '--resume')}`, or choose another --run folder",
         )
     if others:
         what = f"{folder} goes on with its own recipe, from which {recipe} differs: {few(others)}"

@@ -75,7 +75,10 @@ def _draw(found: Blame) -> Figure:
     if found.victims:
         many = len(found.victims)
         handles.append(Patch(color=_WAITS, label=f"{many:,} {'rank waits' if many == 1 else 'ranks wait'} for others"))
-    left = found.ranks - len(found.victims) - len(found.culprits)
+    gone = {*found.absent} - {*found.victims, *found.culprits}
+    if gone:
+        handles.append(Patch(facecolor=_ABSENT, edgecolor="#8a96a3", label=f"{len(gone):,} without a trace"))
+    left = found.ranks - len(found.victims) - len(found.culprits) - len(gone)
     if left > 0:
         handles.append(Patch(color=_OTHERS, label=f"{left:,} {'other' if left == 1 else 'others'}"))
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), fontsize=8, frameon=False)

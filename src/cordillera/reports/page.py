@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from cordillera.errors import printable
-from cordillera.numbers import shown
+from cordillera.numbers import millions, shown
 from cordillera.reports.charts import seconds_text
 from cordillera.run import Run, write_atomically
 
@@ -73,6 +73,7 @@ def plain(value: Any) -> str:
 
 _TEMPLATES.filters.update(
     count=count,
+    millions=millions,
     number=lambda value, form=",": format(value, form),
     part=part,
     plain=plain,

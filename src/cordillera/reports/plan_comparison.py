@@ -10,7 +10,7 @@ from cordillera.planning.ranking.workload import Recommender
 from cordillera.reports import page
 from cordillera.reports.charts import Axis, Figure, Series, figure
 
-_COLOURS = 4  # s0 to s3
+_COLOURS = 6  # s0 to s5
 
 
 class TrainingBudget(NamedTuple):
@@ -122,12 +122,17 @@ def _rates(rows: Sequence[ComparedPlan], unit: str) -> Figure | None:
     drawn = [*ideals, *plans]
     places, rates = [x for one in drawn for x in one.xs], [y for one in drawn for y in one.ys]
     numbers = Axis.log(min(places) / 1.1, max(places) * 1.1)
+    least = (numbers.limits[1] - numbers.limits[0]) / 9  # between ticks, for their texts
+    kept = list[float]()
+    for x in sorted(set(places)):
+        if not kept or numbers.place(x) - numbers.place(kept[-1]) > least:
+            kept.append(x)
     chart = figure(
         f"{unit.capitalize()} a second by number of devices",
         drawn,
         ("devices", f"{unit}/s"),
         "Dashed: as many times the rate as devices, from the fewest on.",
-        x=replace(numbers, ticks=[(numbers.place(x), f"{x:,.0f}") for x in sorted(set(places))]),
+        x=replace(numbers, ticks=[(numbers.place(x), f"{x:,.0f}") for x in kept]),
         y=Axis.log(min(rates) / 1.1, max(rates) * 1.1),
     )
     return chart._replace(key=[(one.style, one.name) for one in plans] if len(plans) > 1 else ()) if chart else None

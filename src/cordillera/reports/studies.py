@@ -18,7 +18,7 @@ from cordillera.training.scaling.isoflop import QUANTITIES, amount, power
 from cordillera.training.scaling.isoflop_laws import IsoFlopStudy
 from cordillera.training.scaling.power_law import ScalingStudy
 
-_COLOURS = 4  # s0 to s3
+_COLOURS = 6  # s0 to s5
 _PLACES = 60  # points of a curve
 
 
@@ -93,11 +93,12 @@ def sweep_page(name: str, study: ScalingStudy, bayes: float | None = None) -> st
         y=Axis(padded(values, 0.1)),
         levels=[] if bayes is None else [(bayes, "Bayes-optimal")],
     )
-    models = [(one.style, one.name.removesuffix(", law")) for one in series if one.drawn == "line"]
+    models = [(one.style, one.name.removesuffix(", run")) for one in series if one.drawn == "dots"]
     chart = chart._replace(key=models if len(models) > 1 else ()) if chart else None
     said = study.summary.splitlines()
+    sizes = len({(one.model, one.flops) for one in study.measurements})
     return page.fill(
-        "study", name=f"{name}: sweep", lede=f"{study.metric} of {len(rows)} sizes against {study.unit}",
+        "study", name=f"{name}: sweep", lede=f"{study.metric} of {sizes} sizes against {study.unit}",
         charts=[chart], tables=[("Sizes", heads, rows)], said=said,
     )  # fmt: skip
 
@@ -138,7 +139,8 @@ def _curves(study: IsoFlopStudy) -> Figure | None:
         x=_of_counts(min(xs) / 1.05, max(xs) * 1.05),
         y=Axis(padded(ys, 0.1)),
     )
-    kept = [(one.style, one.name) for one in series if one.drawn == "line"]
+    runs = [one for one in series if one.drawn == "dots" and one.style != "mark"]
+    kept = [(one.style, one.name.removesuffix(", run")) for one in runs]
     return chart._replace(key=kept) if chart else None
 
 

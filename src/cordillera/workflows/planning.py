@@ -456,7 +456,7 @@ def read_calibration(path: str | Path) -> Calibration:
     content = read_sealed(path, error=PlanError)
     if "plans" in content:
         raise PlanError(
-            "is a plan, not a calibration", where=str(path), remedy="`cordillera plan CLUSTER --calibrate` writes one"
+            "is a plan, not a calibration", where=str(path), remedy="`plan --calibrate FILE CLUSTER` writes one"
         )
     return clusters.validate(Calibration, content, str(path))
 

@@ -162,7 +162,7 @@ def evaluate(
         work = evaluate_chat_file if holds_chats(file) else evaluate_language_file
         return work(model, file, dtype=dtype or "float32", tokens=tokens, on_tokens=on_tokens)
     if dtype is not None:
-        raise RunError("is for a language model and a file", where="dtype", remedy="leave it out, or give --file")
+        raise RunError("is for a language model and a file", where="dtype", remedy="leave it out")
     if not isinstance(run, Run) and not Path(run, "recipe.toml").is_file():
         remedy = "name a folder that `cordillera train` made, or give --file to evaluate a language model on text"
         raise RunError("is not a run folder (it holds no recipe.toml)", where=str(run), remedy=remedy)

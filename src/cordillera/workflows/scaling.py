@@ -22,7 +22,7 @@ from cordillera.errors import DataError, Interrupted, PlanError, RecipeError, Ru
 from cordillera.mistakes import differences, few
 from cordillera.models.language.flops import training_flops
 from cordillera.planning.language.plan_file import read_plan
-from cordillera.recipe import LanguageRecipe, RankingRecipe
+from cordillera.recipe import LanguageRecipe, PostTrainingRecipe, RankingRecipe
 from cordillera.reports.faults import FaultStudyRow
 from cordillera.reports.ranking.comparison import SeedMean, mean_interval
 from cordillera.reports.studies import isoflop_page, sweep_page
@@ -85,6 +85,8 @@ def isoflop(
     """
     if target is not None and not (isinstance(target, int | float) and 0 < target < math.inf):
         raise DataError(f"must be a number of FLOPs above 0, got {target}", where="target")
+    if not 0 < tokens_per_parameter < math.inf:
+        raise DataError(f"must be a number above 0, got {tokens_per_parameter}", where="tokens_per_parameter")
     if place_in_job() is not None:
         remedy = "run it on one machine; --set parallel.KEY gives each run its processes"
         raise PlanError("a study starts its own processes; a launcher has started this one", remedy=remedy)
@@ -123,6 +125,8 @@ def _language_recipe(source: str | Path, overrides: Sequence[str]) -> LanguageRe
     if not isinstance(recipe, LanguageRecipe):
         message = f"must be that of a language model here, got {recipe.model.name!r}; `cordillera sweep` is for others"
         raise RecipeError(str(source), [("model.name", message)])
+    if isinstance(recipe, PostTrainingRecipe):
+        raise RecipeError(str(source), [("objective", "a study is of pre-training: name a recipe without [objective]")])
     return recipe
 
 

@@ -164,7 +164,9 @@ def listen_at(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=256)
     except OSError as error:
         where = f"{host}:{port}"
-        raise PlanError(f"cannot listen ({error.strerror})", where=where, remedy="choose another port") from error
+        raise PlanError(
+            f"cannot listen ({error.strerror})", where=where, remedy="choose another host or port"
+        ) from error
 
 
 class Coordinator:

@@ -50,8 +50,9 @@ def _loss(records: LanguageRecords) -> _Tile | None:
     if math.isfinite(found["bits_per_byte"]):
         others.append(f"{found['bits_per_byte']:.4f} bits a byte")
     others += [f"{name} {100 * found[name]:.1f}\u00a0%" for name in SHARES if math.isfinite(found[name])]
-    unit = records.unit_of_loss
-    things = "tokens" if unit == "nats a token" else "pairs or answers"
+    has_problems = math.isfinite(found["solved"])
+    unit = "share of problems not solved" if has_problems else records.unit_of_loss
+    things = "problems" if has_problems else "tokens" if unit == "nats a token" else "pairs or answers"
     of = f" over {whole(found['targets'])} {things}" if math.isfinite(found["targets"]) else ""
     return f"{split} loss".capitalize(), fixed(found["loss"]), ", ".join(others), f"{unit}{of}; lower is better"
 

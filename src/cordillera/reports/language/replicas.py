@@ -24,9 +24,21 @@ from cordillera.distributed.fault_tolerance.goodput import (
     account,
 )
 from cordillera.errors import RunError
-from cordillera.numbers import duration, known
+from cordillera.numbers import duration
 from cordillera.reports import page
-from cordillera.reports.charts import Axis, Figure, Mark, Series, Span, figure, framed, gantt, nice_ticks, stacked_bar
+from cordillera.reports.charts import (
+    Axis,
+    Figure,
+    Mark,
+    Series,
+    Span,
+    figure,
+    framed,
+    gantt,
+    nice_ticks,
+    seconds_text,
+    stacked_bar,
+)
 from cordillera.run import Run, read_recipe, write_atomically
 
 REPLICAS_PAGE = "replicas.html"
@@ -106,7 +118,7 @@ def _unit(seconds: float) -> tuple[str, float]:
 
 def _brief(seconds: float, unknown: str) -> str:
     """Return a time that may be short."""
-    return f"{seconds:.2f} s" if seconds < 60 else duration(seconds) if math.isfinite(seconds) else unknown
+    return seconds_text(seconds) if seconds < 60 else duration(seconds) if math.isfinite(seconds) else unknown
 
 
 def _folded(rows: Sequence[tuple[str, ...]]) -> dict[str, Any]:
@@ -129,12 +141,18 @@ def _tiles(found: Goodput) -> list[tuple[str, ...]]:
     ends = sum(one.replica != COORDINATOR for one in found.faults)
     others = len(found.faults) - ends
     whom = f"replicas: {ends:,}" + (f", coordinator: {others:,}" if others else "")
-    mean = found.mean_stall_s
+    each = f"{seconds_text(found.step_s)} each (median)" if math.isfinite(found.step_s) else ""
+    stall = _brief(found.mean_stall_s, "no later step" if found.faults else "none")
     return [
         ("goodput", f"{100 * found.goodput:.1f} %", degraded, "useful share of the time of all replicas"),
-        ("steps", f"{found.steps:,}", ", ".join(dropped), known(found.step_s, "{:.2f} s each (median)")),
+        (
+            "steps",
+            f"{found.steps:,}",
+            ", ".join(dropped),
+            each,
+        ),
         ("faults", f"{len(found.faults):,}", whom if found.faults else "", ""),
-        ("mean stall", _brief(mean, "none"), "", "that a fault cost the other replicas" if found.faults else ""),
+        ("mean stall", stall, "", "that a fault cost the other replicas" if found.faults else ""),
     ]
 
 

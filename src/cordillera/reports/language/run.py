@@ -115,6 +115,7 @@ def _learning(records: LanguageRecords) -> list[Figure | None]:
     held_out = [
         Series.of(split, style, found, key, "loss", "both")
         for (split, found), style in zip(records.validations.items(), ("s1", "s2", "s3"), strict=False)
+        if not any(math.isfinite(one["solved"]) for one in found)  # shares, which have a chart of their own
     ]
     limits, is_cut = _frame(loss.places(x, LINEAR)[1], x)
     validated = [value for one in held_out for value in one.places(x, LINEAR)[1] if math.isfinite(value)]
@@ -292,7 +293,9 @@ def _memory(records: LanguageRecords) -> dict[str, Any]:
         ("At the end", _bytes(held[-1]["memory_bytes"])),
     ]
     parameters, mesh = records.parameters, records.mesh
-    if parameters > 0 and mesh is not None:
+    config = records.model.get("config") or {}
+    is_whole = not (config.get("adapter") or config.get("draft"))  # frozen weights have no gradients and moments
+    if parameters > 0 and mesh is not None and is_whole:
         # 4 bytes each for weight, gradient and the optimizer's two moments, repeated in replicas
         share = 16 * parameters * mesh.replicate / mesh.world
         facts.append(("Weights, gradients and moments", f"{_bytes(share)} a rank if shared evenly, in 32 bits"))

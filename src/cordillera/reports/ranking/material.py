@@ -42,7 +42,8 @@ class Material:
             if kind == "train" or (kind in ("evaluation", "progressive") and record.get("tasks")):
                 records[kind].append(_checked(record, f"{run.folder / 'metrics.jsonl'}, line {line}"))
         path, self.evaluation = run.folder / "evaluation.json", None
-        self.age = "The test split has not been evaluated; figures are of the validation split, without intervals."
+        instead = "" if self.best is None else "; figures are of the validation split, without intervals"
+        self.age = f"The test split has not been evaluated{instead}."
         if is_there(path):
             self.evaluation = Evaluation.from_object(read_object(path), str(path))
             self.age = self.evaluation.age(self.status, keeps_best="patience" in part(self.recipe, "training"))
@@ -160,8 +161,10 @@ def _warnings(material: Material) -> list[str]:
     if best is not None and isinstance(patience, int) and patience:
         later = sum(1 for record in material.evaluations if record["step"] > best["step"])
         if later >= patience:
+            is_early = material.status is None or material.status.ended == "early"
+            early = "Training stopped early: " if is_early else ""
             found.append(
-                f"Training stopped early: {later} validations after step {best['step']:,} brought no better {title}. "
+                f"{early}{later} validations after step {best['step']:,} brought no better {title}. "
                 "The figures are of the weights at that step."
             )
     elif best is not None and best is not material.evaluations[-1]:

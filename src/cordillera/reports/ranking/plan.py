@@ -7,6 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from cordillera.numbers import shown
 from cordillera.planning.ranking.exchange import CAUSES, STREAMS, Operation
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.sensitivity import Sensitivity
@@ -59,7 +60,9 @@ def reasons(best: TablePlan, base: TablePlan) -> list[str]:
     outer = next((name for name in reversed(base.step.crossed) if base.step.crossed[name]), None)
     if outer is not None and best.step.crossed[outer] != base.step.crossed[outer]:
         sizes = [one.step.crossed[outer] / 1e9 for one in (base, best)]
-        found.append(f"Exchanged between parts of a {outer}: {sizes[0]:,.1f} GB a step to {sizes[1]:,.1f} GB.")
+        found.append(
+            f"Exchanged between parts of a {outer}: {shown(sizes[0], 1)} GB a step to {shown(sizes[1], 1)} GB."
+        )
     if best.layout.copies != base.layout.copies:
         found.append(f"Tables: {best.layout}; production-like: {base.layout}.")
     if best.schedule != base.schedule:

@@ -168,7 +168,7 @@ def _learning(material: Material) -> list[Figure | None]:
     limits, cut = framed(loss.places(x, LINEAR)[1])
     size = -(-len(loss.xs) // POINTS)
     caption = "Mean of the batches since the last record" if size <= 1 else f"Mean of {size} records a point"
-    caption += "; early values leave the frame." if cut else "."
+    caption += "; some values leave the frame." if cut else "."
     charts = [figure("Training loss", [loss], ("training examples", "loss (nats)"), caption, x=x, y=Axis(limits))]
     shown = ["ne"] if material.stop_on == "ne" else ["ne", material.stop_on]
     charts += [_validation(material, task, name, x) for task in tasks for name in shown]
@@ -188,7 +188,9 @@ def _validation(material: Material, task: str, name: str, x: Axis) -> Figure | N
     drawn = Series(what, "s1", [record["examples"] for record in records], values, "both")
     marked = best["tasks"].get(task, {}).get(name, math.nan) if best else math.nan
     text = f"At step {best['step']:,}: {fixed(marked)}." if best else f"No step has a defined {title}."
-    ring = f"{'best mean: ' if several else 'best '}{marked:.4f}" if material.stop_on == name else f"{marked:.4f}"
+    ring = (
+        f"{'at the best mean: ' if several else 'best '}{marked:.4f}" if material.stop_on == name else f"{marked:.4f}"
+    )
     ringed = f"Ring: the step with the {extreme} {title}{averaged}. " if len(drawn.points()) > 1 else ""
     return figure(
         f"Validation {what}: {task}" if several else f"Validation {what}",

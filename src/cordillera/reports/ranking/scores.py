@@ -69,6 +69,9 @@ def _probability_ticks(low: float, high: float) -> list[tuple[float, str]]:
         at = math.log(probability / (1 - probability))
         if low <= at <= high and all(abs(at - other) > (high - low) / 9 for other, _ in chosen):
             chosen.append((at, f"{probability:g}"))
+    if len(chosen) < 2:
+        ends = [1 / (1 + math.exp(-end)) for end in (max(low, -700.0), min(high, 700.0))]
+        chosen = [(math.log(one / (1 - one)), f"{one:g}") for one in nice_ticks(*ends) if 0 < one < 1]
     return sorted(chosen)
 
 

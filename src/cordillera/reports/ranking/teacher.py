@@ -26,9 +26,14 @@ def teacher(material: Material) -> dict[str, Any]:
     for task, metrics in (evaluation.teacher if evaluation is not None else {}).items():
         student = part(material.metrics_by_task, task)
         count = int(number(metrics.get("examples")))
-        for who, found, size in (("student", student, ""), ("teacher", metrics, f"{count:,}")):
+        for who, found, size in (
+            ("student", student, f"{number(student.get('examples')):,.0f}"),
+            ("teacher", metrics, f"{count:,}"),
+        ):
             rows.append([f"{task}, {who}", *(fixed(number(found.get(name))) for name in _SHOWN), size])
-    heads_of_table = ["", *(METRICS[name] for name in _SHOWN), "Samples with a score"]
+    if rows:
+        text += " The student's figures are of all samples, the teacher's of those that have its score."
+    heads_of_table = ["", *(METRICS[name] for name in _SHOWN), "Samples"]
     records = [record for record in material.train if "teacher_loss" in record]
     charts: list[Figure | None] = []
     for title, key, caption in (

@@ -419,4 +419,6 @@ def check_replicated(config: LanguageConfig, model: LlamaConfig, has_objective: 
     }
     for where, (is_wrong, what) in wrong.items():
         if is_wrong:
-            raise PlanError(what, where=where, remedy="set fault_tolerance.replicas = 1")
+            raise PlanError(
+                what, where=where, remedy="train it with `cordillera train` and fault_tolerance.replicas = 1"
+            )

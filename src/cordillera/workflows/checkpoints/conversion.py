@@ -156,14 +156,14 @@ def _check(dtype: str, quantize: str | None, ranks: int, layout: CheckpointLayou
     if dtype not in ("auto", *DTYPES):
         raise DataError(f"unknown dtype {dtype!r}", where="dtype", remedy=f"choose auto, {', '.join(DTYPES)}")
     if quantize is not None and layout != "gguf":
-        raise DataError("is for GGUF alone", where="quantize", remedy="give --to gguf, or --dtype")
+        raise DataError("is for GGUF alone", where="quantize", remedy="end the target's name in .gguf, or give --dtype")
     if quantize is not None and quantize not in QUANTISED_FILES:
         remedy = f"choose {', '.join(QUANTISED_FILES)}"
         raise DataError(f"{quantize!r} cannot be written", where="quantize", remedy=remedy)
     if quantize is not None and dtype != "auto":
         raise DataError(f"does not go with --dtype {dtype}", where="quantize", remedy="leave one of them out")
     if ranks != 1 and layout != "meta":
-        raise DataError("is for Meta's layout alone", where="ranks", remedy="give --to meta")
+        raise DataError("is for Meta's layout alone", where="ranks", remedy="give --to meta and the name of a folder")
 
 
 def _tokenizer(source: str | Path, opened: Source, name: str | Path | None) -> Tokenizer | None:
