@@ -145,12 +145,7 @@ def _tiles(found: Goodput) -> list[tuple[str, ...]]:
     stall = _brief(found.mean_stall_s, "no later step" if found.faults else "none")
     return [
         ("goodput", f"{100 * found.goodput:.1f} %", degraded, "useful share of the time of all replicas"),
-        (
-            "steps",
-            f"{found.steps:,}",
-            ", ".join(dropped),
-            each,
-        ),
+        ("steps", f"{found.steps:,}", ", ".join(dropped), each),
         ("faults", f"{len(found.faults):,}", whom if found.faults else "", ""),
         ("mean stall", stall, "", "that a fault cost the other replicas" if found.faults else ""),
     ]

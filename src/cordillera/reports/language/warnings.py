@@ -27,8 +27,8 @@ def _learning(records: LanguageRecords) -> list[str]:
     broken = sum(1 for record in train if not math.isfinite(record["loss"]))
     if broken:
         found.append(f"{broken:,} of {len(train):,} records of the training loss are not finite numbers.")
-    is_of_text = records.unit_of_loss != "of the objective"
-    if is_of_text and (rise := _rise(train)) is not None:
+    learns_from_data = records.model.get("objective") != "grpo"  # whose samples are its own
+    if learns_from_data and (rise := _rise(train)) is not None:
         lowest, end = rise
         found.append(
             f"The training loss is rising: {end:.4f} over the last tenth of the run, after {lowest:.4f} before. "
@@ -39,7 +39,7 @@ def _learning(records: LanguageRecords) -> list[str]:
         if len(known) < len(validations):
             found.append(f"{len(validations) - len(known):,} of {len(validations):,} losses on {split} are not finite.")
         best = min(known, key=lambda record: record["loss"], default=None)
-        if is_of_text and best is not None and known[-1]["loss"] > best["loss"] + 0.01 * abs(best["loss"]):
+        if learns_from_data and best is not None and known[-1]["loss"] > best["loss"] + 0.01 * abs(best["loss"]):
             found.append(
                 f"The loss on {split} was lowest at {_step(best)} ({best['loss']:.4f}) and is {known[-1]['loss']:.4f} "
                 "at the end: the model may be learning its text by heart."
