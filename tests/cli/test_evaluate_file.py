@@ -10,6 +10,8 @@ import fsspec
 import polars as pl
 import pytest
 
+import cordillera
+
 from .conftest import write_log
 
 
@@ -142,3 +144,13 @@ def test_what_cannot_be_evaluated_is_one_error(cli, run: Path, tmp_path: Path) -
         assert found.code == 2
         assert any(part in found.err for part in why.split("|")), found.err
         assert "Traceback" not in found.err
+
+
+def test_rows_in_memory_are_read_as_those_of_the_file(cli, recipe: Path, tmp_path: Path) -> None:
+    form = 'positive = { click = "= 0" }\nnull_values = ["NA"]\n\n[data.schema]'
+    recipe.write_text(recipe.read_text().replace("[data.schema]", form))
+    assert cli("train", recipe, "--run", "run", "-q", "--set", "training.epochs=1", "--set", "threads=1").code == 0
+    frame = pl.read_csv(tmp_path / "log.csv", infer_schema=False)[900:].with_columns(pl.col("price").fill_null("NA"))
+    frame.write_csv(tmp_path / "next.csv")
+    of_file = cordillera.evaluate("run", file=tmp_path / "next.csv").metrics()
+    assert cordillera.evaluate("run", rows=frame).metrics() == of_file

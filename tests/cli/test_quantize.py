@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 
+import polars as pl
 import pytest
 import torch
 
@@ -175,6 +176,17 @@ def test_a_model_of_dense_features_alone_is_quantised_and_watched(cli, tmp_path)
     absent = cli("watch", "run", "memory://logs/day.csv")
     assert absent.code == 2
     assert "memory://logs/day.csv" in absent.err
+
+
+def test_samples_whose_label_is_blank_are_left_out(cli, tmp_path):
+    frame = pl.read_csv(write_log(tmp_path / "log.csv", rows=600))
+    frame.with_columns(click=pl.when(pl.int_range(600) % 7 > 0).then("click")).write_csv(tmp_path / "log.csv")
+    (tmp_path / "dense.toml").write_text(DENSE.format(path="log.csv"))
+    missing = ("--set", "data.schema.missing_labels=true")
+    assert cli("train", "dense.toml", "--run", "run", "--quiet", *missing).code == 0
+    found = quantize(Run(tmp_path / "run"), 1.0, smallest=True)
+    assert all(0.5 < ne < 2 for ne in found.ne)
+    assert math.isfinite(found.searched.mean)
 
 
 def test_the_commands_work_together(cli, run_folder, tmp_path):

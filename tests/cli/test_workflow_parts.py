@@ -78,6 +78,9 @@ def test_normalised_entropies_are_relative_to_the_base_rate(is_weighted: bool) -
     assert all(map(math.isnan, alone.ne_beside(alone)))
     of_two = Losses(3 * constant, constant, labels, given, None)  # with the losses of a second task
     assert of_two.ne_beside(of_two) == pytest.approx((1.0, 1.0))
+    losses, blank = (np.append(values, more) for values, more in ((constant, 0.0), (labels, np.nan)))
+    with_blank = Losses(losses, losses, blank, None if given is None else np.append(given, 9.0), None)
+    assert with_blank.ne_beside(with_blank) == pytest.approx((1.0, 1.0))
 
 
 def runs(folder: Path) -> dict[str, Path]:

@@ -308,6 +308,21 @@ def test_commas_are_not_taken_for_lists_where_they_are_of_numbers_or_words(tmp_p
     )
 
 
+@pytest.mark.parametrize("mark", ["|", ";", ",", ", ", " "])
+@pytest.mark.parametrize("items", [40, 5000])
+def test_histories_are_lists_although_hardly_two_are_equal(tmp_path: Path, mark: str, items: int) -> None:
+    draw = np.random.default_rng(0)
+    text = [mark.join(map(str, draw.integers(0, items, 9))) for _ in range(1000)]
+    found = guess_of(tmp_path, "seen", text)
+    assert (found.role, found.settings) == ("list", {"separator": mark})
+    assert guess_of(tmp_path, "request_id", text).role == "id"
+
+
+def test_lists_in_brackets_are_left_out_and_named(tmp_path: Path) -> None:
+    found = guess_of(tmp_path, "seen", ["[1, 2, 3]", "[]", "[2]"] * 100)
+    assert (found.role, found.why) == ("left out", "lists such as '[1, 2, 3]': write 1|2|3, or lists in Parquet")
+
+
 def test_a_label_that_is_not_clear_is_asked_for(tmp_path: Path) -> None:
     frame_of().with_columns(pl.col("clicked").alias("liked")).write_csv(tmp_path / "two.csv")
     frame_of().drop("clicked").write_csv(tmp_path / "none.csv")

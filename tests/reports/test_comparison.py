@@ -215,6 +215,17 @@ def test_one_recipe_trained_again_on_new_data_is_compared_on_a_file(tmp_path: Pa
         compare([runs[0]] * 2, found, samples=samples)
 
 
+def test_other_seeds_on_new_data_are_no_repetitions(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"day-{seed}", seed=seed, evaluation=evaluation(0.1)) for seed in (1, 2)]
+    found, samples = zip(*map(scored, (0.9, 0.4)), strict=True)
+    assert [row.seeds for row in compare(runs, found, samples=samples).rows] == [[1, 2]]
+    for run in runs:
+        model = json.loads((run.folder / "model.json").read_text())
+        model["data"] = {**model.get("data", {}), "fingerprint": run.name}
+        (run.folder / "model.json").write_text(json.dumps(model))
+    assert [row.name for row in compare(runs, found, samples=samples).rows] == ["day-1", "day-2"]
+
+
 def test_runs_on_other_data_are_all_named(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a", seed=1, evaluation=evaluation(0.1))]
     runs += [make_run(tmp_path / f"b{seed}", seed=seed) for seed in (2, 3)]

@@ -75,6 +75,23 @@ def test_tables_score_as_their_file(run: Path, tmp_path: Path, quantized: bool) 
     assert np.array_equal(model.predict(tables(path)["pandas"], batch_size=7), expected)
 
 
+def test_files_whose_ids_differ_are_refused_by_name(run: Path, tmp_path: Path) -> None:
+    frame = pl.read_csv(write_log(tmp_path / "log.csv", rows=40))
+    (tmp_path / "days").mkdir()
+    frame.write_parquet(tmp_path / "days" / "a.parquet")
+    frame.with_columns(id=pl.int_range(40)).write_parquet(tmp_path / "days" / "b.parquet")
+    written, count = predict(run, tmp_path / "days", tmp_path / "scores.csv")
+    assert (count, pl.read_csv(written, infer_schema=False)["id"].to_list()[39:42]) == (80, ["r39", "0", "1"])
+    with pytest.raises(DataError, match=r"b\.parquet.*the id 'id' is Int64, and String in the files before"):
+        predict(run, tmp_path / "days", tmp_path / "scores.parquet")
+    frame.drop("id").write_parquet(tmp_path / "days" / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet.*the id 'id' is missing"):
+        predict(run, tmp_path / "days", tmp_path / "other.csv")
+    with pytest.raises(DataError, match="would overwrite the samples"):
+        predict(run, tmp_path / "days" / "*.parquet", tmp_path / "days" / "b.parquet")
+    assert sorted(path.name for path in tmp_path.iterdir() if "o" in path.name) == ["log.csv", "scores.csv"]
+
+
 def test_a_row_alone_and_threads_give_the_same_scores(run: Path, tmp_path: Path) -> None:
     frame = pl.read_csv(write_log(tmp_path / "samples.csv", rows=40, seed=6))
     model = cordillera.load_model(str(run))

@@ -1,8 +1,9 @@
-"""A run that begins with the weights of another: ids that are new get rows after those that are known."""
+"""Runs that begin with the weights of another, whose new ids get rows after those that are known, or go on."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +272,24 @@ def test_other_labels_or_another_order_are_refused(tmp_path: Path, labels: list[
     with pytest.raises(CheckpointError, match=rf"one learnt click, bought, here the labels are {', '.join(labels)}"):
         workflows.train(other, tmp_path / "two")
     assert not (tmp_path / "two").exists()
+
+
+def test_features_in_another_order_are_refused(tmp_path: Path, day_1: Path) -> None:
+    """Weights are taken by the places of features: those of others would be taken in silence."""
+    names = [{"name": "item"}, {"name": "user"}]
+    with pytest.raises(CheckpointError, match="day-1 reads the features .*user, item.* here they are .*item, user"):
+        workflows.train(after(tmp_path, day_1, data__schema__categorical=names), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_goes_on_with_a_copy_of_its_file_and_with_no_other(tmp_path: Path) -> None:
+    path = write_day(tmp_path / "day-1.csv", 1)
+    endless: dict[str, Any] = {"training__decay": "none", "training__patience": None}
+    run = workflows.train(recipe_of(tmp_path, path, **endless), tmp_path / "run").run.folder
+    copy = Path(shutil.copy(path, tmp_path / "copy.csv"))
+    path.unlink()
+    longer = recipe_of(tmp_path, copy, training__epochs=3, **endless)
+    assert workflows.train(longer, run, resume=True).report.progress.epoch == 3
+    other = recipe_of(tmp_path, write_day(copy, 1, noise=1), training__epochs=4, **endless)
+    with pytest.raises(DataError, match="has changed since the run began"):
+        workflows.train(other, run, resume=True)

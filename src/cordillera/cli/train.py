@@ -101,6 +101,7 @@ def _train(
     changes = () if run is None else (*overrides, *_shards(run, nproc, overrides))
     with (
         training_progress(answer.notes, quiet=quiet) as (draw, say),
+        _recipe_kept(run),
         _ended_before(draw, folder, run is not None) as on_step,
         replicas_told(folder, say) if folder is not None else contextlib.nullcontext(),
     ):
@@ -109,6 +110,25 @@ def _train(
         )
     is_old = before is not None and before.is_complete and before.step == outcome.report.progress.step and not lost
     tell_outcome(answer, outcome, "train", is_resumed=run is not None, is_old=is_old)
+
+
+@contextlib.contextmanager
+def _recipe_kept(run: Run | None) -> Iterator[None]:
+    """Give a run that goes on its recipe back if it is refused, as it is, before a step: ``--set`` may be a mistake."""
+    from cordillera.errors import DataError, PlanError, RecipeError, RunError
+    from cordillera.run import write_atomically
+
+    if run is None:
+        yield
+        return
+    recipe, before = run.recipe_file.read_text(encoding="utf-8"), run.status()
+    try:
+        yield
+    except (DataError, PlanError, RecipeError, RunError):
+        after, now = run.status(), run.recipe_file.read_text(encoding="utf-8")
+        if now != recipe and (after and after.step) == (before and before.step):
+            write_atomically(run.recipe_file, recipe)
+        raise
 
 
 def _begins(recipe: str, folder: Path | None, answer: CommandOutput) -> bool:

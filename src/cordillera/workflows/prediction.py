@@ -11,7 +11,7 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ import pyarrow.parquet
 import torch
 from numpy.typing import NDArray
 
+from cordillera.data.paths import expand_paths
 from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import FeatureSpec
 from cordillera.data.ranking.frames import FrameLike, frame_of
@@ -85,20 +86,22 @@ def predict(
         RunError: If the scores cannot be written; no part of them remains.
     """
     run = run if isinstance(run, Run) else Run(run)
-    target = _default_target(run, str(file)) if out is None else _checked_target(Path(file), Path(out))
+    target = _default_target(run, str(file)) if out is None else _checked_target(str(file), Path(out))
     with _opened_scorer(run, quantized=quantized, planned=planned) as (recipe, one):
         encoder, tasks = one.encoder, one.tasks
         inputs = InputCheck(encoder, card_of(run)["data"]["facts"])
         names = ["score"] if len(tasks) == 1 else [f"score_{task}" for task in tasks]
         _check_columns([*encoder.schema.ids, *names], target)
-        rows = 0
+        rows, first = 0, dict[str, pl.DataType]()
         with _Writer(target) as writer:
             for frame, place in read_rows(str(file), recipe.data, encoder.schema, labels=False):
                 encoded = encoder.encode(frame, where=place, labels=False)
                 inputs.update(encoded)
                 scores = probabilities(one.finite_logits(encoded, place, batch_size))
-                columns = [frame[name] for name in encoder.schema.ids if name in frame.columns]
-                columns += [pl.Series(name, scores[:, i]) for i, name in enumerate(names)]
+                ids = frame.select(name for name in encoder.schema.ids if name in frame.columns)
+                first = first if rows else dict(ids.schema)
+                _check_ids(ids, first, place, target)
+                columns = [*ids, *(pl.Series(name, scores[:, i]) for i, name in enumerate(names))]
                 writer.write(pl.DataFrame(columns))
                 rows += len(frame)
                 if on_rows is not None:
@@ -116,6 +119,18 @@ def _check_columns(names: Sequence[str], target: Path) -> None:
             where=str(target),
             remedy="`cordillera.load_model(run).predict(frame)` returns the scores alone",
         )
+
+
+def _check_ids(ids: pl.DataFrame, first: Mapping[str, pl.DataType], place: RowPlace, target: Path) -> None:
+    """Check that the ids of a file are those of the ``first`` one: CSV holds ids of several types in a column."""
+    for name in {**first, **ids.schema}:
+        here, before = ids.schema.get(name), first.get(name)
+        if (here is None) != (before is None) or (target.suffix == ".parquet" and here != before):
+            raise DataError(
+                f"the id '{name}' is {here or 'missing'}, and {before or 'missing'} in the files before",
+                where=place.source,
+                remedy="give all files the same ids in one type, or score them one by one",
+            )
 
 
 class TrainedModel:
@@ -249,6 +264,12 @@ def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bo
             where=str(run.folder),
             remedy="compute it in forward, or use load_model(run).predict",
         )
+    if recipe.training.emulate is not None:
+        raise RunError(
+            "computes in an emulated format, which an export does not hold",
+            where=str(run.folder),
+            remedy="use load_model(run).predict",
+        )
     with disk_errors(target, "free some space, or name a folder on another disk with --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
@@ -348,10 +369,11 @@ def _default_target(run: Run, file: str) -> Path:
     return next_path(run.folder / PREDICTIONS, name or "scores", ".csv")
 
 
-def _checked_target(file: Path, target: Path) -> Path:
+def _checked_target(file: str, target: Path) -> Path:
     if target.suffix not in (".csv", ".parquet"):
         raise DataError(f"must end in .csv or .parquet, got {target.suffix!r}", where=str(target))
-    if target.resolve() == file.resolve():
+    samples = () if "://" in file else expand_paths(file)
+    if target.resolve() in [sample.resolve() for sample in samples]:
         raise DataError("would overwrite the samples", where=str(target), remedy="name another file with --out")
     return target
 

@@ -106,11 +106,11 @@ def probe(
         say_skipped(found.skipped(), say)
         split = splits.validation if len(splits.validation) else splits.train
         size = max(config.rows)  # rows beyond those of the plan would be computed in fp32
-        base = scored(model, split, splits, batch_size=size)
+        base = scored(model, split, batch_size=size)
         plan, returned = found.plan, list[str]()
         while True:
             with replaced(model, planned(model, plan)):
-                change = base.beside(scored(model, split, splits, batch_size=size))
+                change = base.beside(scored(model, split, batch_size=size))
             lowered = [choice for choice in plan.choices if choice.kernel != "fp32"]
             say(f"{len({c.site for c in lowered})} layers in lower precision: NE {100 * change.mean:+.4f} %")
             if change.mean <= budget or not lowered:

@@ -152,7 +152,7 @@ def quantize(
         trials = _try_layers(model, seen, least_db, smallest, say)
         parts = _parts(model, trials, seen, some_batches(splits.train, recipe, _BATCH)[0], smallest)
         search = splits.validation if len(splits.validation) else splits.train
-        base = scored(model, search, splits)
+        base = scored(model, search)
         if not len(splits.validation):
             base = base.tail(4)
         made: dict[tuple[str, str], torch.Tensor] = {}  # encoded tables, which many evaluations share
@@ -163,7 +163,7 @@ def quantize(
             return quantized_model.quantize_model(model, tables, layers, seen.rows, made)
 
         def evaluate(options: Mapping[str, str]) -> Change:
-            found = base.beside(scored(build(options), search, splits, base.first, precision=_precision(options)))
+            found = base.beside(scored(build(options), search, base.first, precision=_precision(options)))
             names = sorted(options)
             what = f"all {len(names)} parts" if len(names) == len(parts) else ", ".join(names[:3])
             more = f" and {len(names) - 3} more" if len(names) > 3 and len(names) != len(parts) else ""
@@ -192,9 +192,9 @@ def quantize(
     with with_threads(recipe.threads), _unconfirmed(target):
         say(f"written: {target}")
         loaded, _ = quantized_model.load(target, model_of(recipe, splits.features), made_of)
-        confirmed, ne = None, base.ne_beside(scored(loaded, search, splits, base.first, precision=precision))
+        confirmed, ne = None, base.ne_beside(scored(loaded, search, base.first, precision=precision))
         if len(splits.test):
-            exact, ours = scored(model, splits.test, splits), scored(loaded, splits.test, splits, precision=precision)
+            exact, ours = scored(model, splits.test), scored(loaded, splits.test, precision=precision)
             confirmed, ne = exact.beside(ours), exact.ne_beside(ours)
         layers = _layer_by_layer(model, loaded, trials, splits, recipe, precision)
         seconds = _timed(model, loaded, splits, precision)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cordillera import recipe as recipes
-from cordillera.data.ranking.cache import ClickDataset, Splits
+from cordillera.data.ranking.cache import ClickDataset, Splits, hold_same_rows
 from cordillera.data.ranking.datasets import prepare
 from cordillera.data.ranking.loader import Loader
 from cordillera.data.ranking.unseen import warn_of_split
@@ -507,12 +507,10 @@ def _begin(
 def _check_same_data(run: Run, recipe: RankingRecipe, splits: Splits) -> dict[str, Any]:
     """Check that a resumed run sees the samples that it began with; return the content of ``model.json``."""
     described = card_of(run)
-    if described["data"]["fingerprint"] != splits.folder.name:
-        raise DataError(
-            "has changed since the run began, or an earlier version read it otherwise; it must stay the same",
-            where=recipe.data.label,
-            remedy="restore the files, or start a new run",
-        )
+    before = splits.folder.with_name(described["data"]["fingerprint"])
+    if before != splits.folder and not hold_same_rows(before, splits.folder):
+        what = "has changed since the run began, or an earlier version read it otherwise; it must stay the same"
+        raise DataError(what, where=recipe.data.label, remedy="restore the files, or start a new run")
     return described
 
 

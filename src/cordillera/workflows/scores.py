@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cordillera.data.ranking.cache import ClickDataset, Splits
+from cordillera.data.ranking.cache import ClickDataset
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.data.ranking.loader import Loader
 from cordillera.errors import DataError, NumericsError
@@ -29,9 +29,9 @@ class Losses:
     """Losses of the samples of a split.
 
     Attributes:
-        losses: ``float64 [B]``, summed over tasks.
+        losses: ``float64 [B]``, summed over the tasks whose label is known.
         task_losses: ``float64 [B]``, of the first task.
-        labels: ``float64 [B]``, of the first task.
+        labels: ``float64 [B]``, of the first task; NaN where it is blank.
         weights: ``float64 [B]``, or None for ones.
         first: Number of samples of the split that were left out before these.
     """
@@ -56,8 +56,9 @@ class Losses:
 
     def ne_beside(self, other: Losses) -> tuple[float, float]:
         """Return the NE of the first task by these losses and by ``other`` losses."""
-        weights = np.ones_like(self.losses) if self.weights is None else self.weights
-        share = float((weights * self.labels).sum() / weights.sum())
+        known = ~np.isnan(self.labels)
+        weights = known * (1.0 if self.weights is None else self.weights)
+        share = float(weights @ np.nan_to_num(self.labels) / weights.sum())
         entropy = -(share * math.log(share) + (1 - share) * math.log1p(-share)) if 0 < share < 1 else math.nan
         own, others = (float((weights * one.task_losses).sum() / weights.sum()) for one in (self, other))
         return own / entropy, others / entropy
@@ -66,21 +67,21 @@ class Losses:
 def scored(
     model: RankingModel,
     dataset: ClickDataset,
-    splits: Splits,
     tail: int = 0,
     batch_size: int = 8192,
     precision: Precision = "fp32",
 ) -> Losses:
-    """Score a split (``dataset``) of ``splits`` with ``model``, ``batch_size`` samples at a time.
+    """Score a split (``dataset``) with ``model``, ``batch_size`` samples at a time.
 
     The first ``tail`` samples are left out. A ``precision`` of ``bf16`` is for everything without one of its own.
 
     Raises:
         NumericsError: If a score is not finite; the message names the sample.
-        DataError: If the split is empty.
+        DataError: If the split is empty, or all labels of its samples are blank.
     """
     score = scorer(model, torch.device("cpu"), precision)
     parts: dict[str, list[Any]] = {"losses": [], "task_losses": [], "labels": [], "weights": [], "groups": []}
+    are_labelled = False
     for batch in Loader(dataset, batch_size).epoch():
         logits = score(batch)
         if not bool(torch.isfinite(logits).all()):
@@ -91,13 +92,13 @@ def scored(
                 remedy="look for weights or features that are not finite, or too large for a kernel",
             )  # fmt: skip
         assert batch.labels is not None
-        if bool(batch.labels.isnan().any()):
-            raise DataError("labels are missing", where="data", remedy="choose tasks all of whose labels are known")
-        positive = batch.labels.numpy() > 0.5
-        losses = cross_entropy(logits.double().numpy().reshape(-1), positive.reshape(-1)).reshape(positive.shape)
+        labels = batch.labels.double().numpy()
+        losses = cross_entropy(logits.double().numpy().reshape(-1), labels.reshape(-1) > 0.5).reshape(labels.shape)
+        losses[np.isnan(labels)] = 0.0  # as in training
         parts["losses"].append(losses.sum(1))
         parts["task_losses"].append(losses[:, 0])
-        parts["labels"].append(positive[:, 0].astype(np.float64))
+        parts["labels"].append(labels[:, 0])
+        are_labelled |= not np.isnan(labels).all()
         if batch.weights is not None:
             parts["weights"].append(batch.weights.double().numpy())
         if batch.groups is not None:
@@ -105,6 +106,8 @@ def scored(
     arrays = {name: np.concatenate(found)[tail:] if found else None for name, found in parts.items()}
     if arrays["losses"] is None:
         raise DataError("the split holds no samples", where="quantised model")
+    if not are_labelled:
+        raise DataError("all labels are blank, so that no loss can be compared", where="data")
     return Losses(**arrays, first=tail)  # type: ignore[arg-type]
 
 

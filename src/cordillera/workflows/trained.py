@@ -259,11 +259,19 @@ def start_from(model: RankingModel, recipe: RankingRecipe) -> str:
             where="training.start",
             remedy="give data.schema.labels of that run, in its order, or train from the beginning",
         )
+    features = Encoder.load(run.folder / "encoder").features
+    theirs, ours = ([*one.dense, *(each.name for each in one.sparse)] for one in (features, model.features))
+    if theirs != ours:  # weights are taken by the places of features
+        raise CheckpointError(
+            f"{run.folder} reads the features {', '.join(theirs)}; here they are {', '.join(ours)}",
+            where="training.start",
+            remedy="give data.schema the features of that run, in its order, or train from the beginning",
+        )
     checkpoint = best_checkpoint(run, use_best=started.training.patience is not None)
     if recipe.tables.dynamic is not None:
         load_weights(model, checkpoint)
         return f"start: weights of {run.folder} after {checkpoint.step:,} steps"
-    own = model_of(started, replace(Encoder.load(run.folder / "encoder").features, tasks=labels))
+    own = model_of(started, replace(features, tasks=labels))
     load_weights(own, checkpoint)
     before, news = embedding_tables(own), 0
     state = {name: one for name, one in own.state_dict().items() if not name.startswith(tuple(f"{n}." for n in before))}

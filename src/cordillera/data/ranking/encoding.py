@@ -353,8 +353,8 @@ class Encoder:
         Args:
             frame: Columns by the schema's names. Text and numbers are both accepted for numbers and ids.
             where: Name of the file or data set, or the place of the rows, for errors.
-            labels: Whether to read labels and weights. If False, as for predictions, groups and timestamps are read
-                only if the frame holds them.
+            labels: Whether to read labels, weights and timestamps. If False, as for predictions, groups are read only
+                if the frame holds them.
 
         Raises:
             DataError: a column is missing or of a wrong type, a label is neither 0 nor 1, a dense value is infinite, or

@@ -413,11 +413,15 @@ def _guess(series: pl.Series) -> ColumnGuess:
     if times.CALLED.search(called) and given.dtype == pl.String and different > _FEW and not _numbers(given)[1]:
         why = f"a time by its name, such as {given[0][:_LONGEST]!r}; data.timestamp_format can tell its form"
         return ColumnGuess(name, "left out", why)
-    if different > 0.95 * len(given) > 100 and (_ROW_IDS.search(called) or not _numbers(given)[1]):
+    if given.dtype == pl.String and given.str.contains(r"^\[.*\]$").all():
+        return ColumnGuess(name, "left out", f"lists such as {given[0][:_LONGEST]!r}: write 1|2|3, or lists in Parquet")
+    almost_all = different > 0.95 * len(given) > 100
+    mark = _separator_of(given, almost_all) if given.dtype == pl.String else None
+    if almost_all and (_ROW_IDS.search(called) or (mark is None and not _numbers(given)[1])):
         again = len(given) - different
         twice = f"; {counted(again, 'row')} with one of an earlier row: the same row twice?" if again else ""
         return ColumnGuess(name, "id", f"a value of its own in almost every row{twice}")
-    if given.dtype == pl.String and (mark := _separator_of(given)):
+    if mark is not None:
         return ColumnGuess(name, "list", f"text with {mark!r} between entries", {"separator": mark})
     numbers, are_numbers = _numbers(given)
     if not are_numbers:
@@ -577,16 +581,20 @@ def _have_commas(given: pl.Series) -> bool:
     return bool(given.str.contains(_COMMA_NUMBER).all()) and bool(given.str.contains(",", literal=True).any())
 
 
-def _separator_of(given: pl.Series) -> str | None:
-    """Return the character that stands between entries of at least a tenth of the values, of the same kind."""
+def _separator_of(given: pl.Series, differ: bool) -> str | None:
+    """Return what stands between entries of at least a tenth of the values, which almost all ``differ`` or not."""
     for mark in _SEPARATORS:
         inside = given.filter(given.str.contains(mark, literal=True))
         if len(inside) < 0.1 * len(given):
             continue
+        if mark != " " and not inside.str.contains(f"[{mark}]([^ ]|$)").any():
+            mark = f"{mark} "
         entries = inside.head(1000).str.split(mark).explode()
-        short = bool((entries.str.len_chars() <= 24).all()) and entries.n_unique() < 0.5 * len(entries)
-        if mark == "," and entries.n_unique() >= max(2, inside.head(1000).n_unique()):
+        again = entries.n_unique() < 0.5 * len(entries)
+        again |= mark[0] in "|;" and bool(entries.str.contains(r"^\d+$").all())
+        short = bool((entries.str.len_chars() <= 24).all()) and again
+        if mark[0] == "," and entries.n_unique() >= max(2, inside.head(1000).n_unique()) and not differ:
             continue  # a comma inside of a few names
-        if mark == "|" or (short and (mark != " " or entries.str.contains(r"^\d+$").all())):
+        if (mark[0] == "|" and not differ) or (short and (mark != " " or entries.str.contains(r"^\d+$").all())):
             return mark
     return None

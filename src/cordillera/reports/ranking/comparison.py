@@ -20,6 +20,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from cordillera.errors import DataError
+from cordillera.reports.page import part
 from cordillera.reports.ranking.material import TOP_K_METRICS, Material, median_speed
 from cordillera.run import Run
 from cordillera.training.ranking.config import STOP_TITLES
@@ -262,7 +263,8 @@ def compare(
     _check_same_data(entries)
     groups: dict[str, list[_Entry]] = {}
     for entry in entries:
-        group = groups.setdefault(entry.identity, [])
+        # of equal recipes, those whose files have changed between them are no repetitions
+        group = groups.setdefault(entry.identity if samples is None else f"{entry.identity} {entry.data}", [])
         twin = next((other for other in group if other.seed == entry.seed), None)
         if twin is not None and samples is not None and twin.folder != entry.folder:  # trained on other data since
             group, twin = groups.setdefault(f"{entry.folder}", []), None
@@ -364,6 +366,7 @@ class _Entry(Material):
                 raise DataError(f"{size} is no number", where=str(run.folder / "model.json"), remedy="restore the file")
         same = {key: value for key, value in self.recipe.items() if key not in _NOT_IDENTITY}
         self.identity = json.dumps(same, sort_keys=True, default=str)
+        self.data = part(self.model, "data").get("fingerprint")
         self.is_complete = self.status is None or self.status.is_complete
         self.examples_per_second = median_speed(self.train)
         self.notes = [text for text in (self.banner, self.age) if text]

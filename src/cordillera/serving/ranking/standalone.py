@@ -49,8 +49,8 @@ class Scorer:
         """Return the probabilities of each row by task; ``None`` and empty text are blanks.
 
         Raises:
-            ValueError: If there is no list of rows, a row lacks a column, or a value is one that the model does not
-                take.
+            ValueError: If there is no list of rows, a row lacks a column, a value is one that the model does not
+                take, or a score is NaN.
         """
         if not isinstance(rows, Sequence):
             raise ValueError(f"rows must be a list of a dict for each row, got {type(rows).__name__}")
@@ -65,7 +65,11 @@ class Scorer:
         dense = [[value for one in self.schema["dense"] for value in _numbers(row, one)] for row in rows]
         ids = [[self._row(row[one["name"]], one) for one in self.schema["categorical"]] for row in rows]
         lists = [self._padded(rows, one) for one in self.schema["lists"]]
-        return self._score(dense, ids, lists)
+        scores = self._score(dense, ids, lists)
+        for place, found in enumerate(scores):
+            if not all(map(math.isfinite, found)):
+                raise ValueError(f"row {place}: the score is NaN; is a value far beyond those of training?")
+        return scores
 
     def _row(self, value: Any, feature: Mapping[str, Any]) -> int:
         """Return the row of a table that stands for an id; of dynamic tables, ids without a row share the first."""

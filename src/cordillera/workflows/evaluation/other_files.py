@@ -14,6 +14,7 @@ from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import RankingBatch
 from cordillera.data.ranking.frames import FrameLike, frame_of
 from cordillera.data.ranking.logs.columns import MISSING, RowPlace
+from cordillera.data.ranking.logs.own import as_read, form_of
 from cordillera.data.ranking.rows import read_rows
 from cordillera.data.ranking.unseen import InputCheck
 from cordillera.errors import DataError
@@ -82,13 +83,15 @@ def score_file(
     encoder.schema = schema.model_copy(update={"timestamp": None, "teacher": None, "missing_labels": True})
     blank = np.zeros(len(tasks), np.int64)
     source = "rows" if rows is not None else str(file)
-    held = frame_of([] if rows is None else rows, encoder.schema.columns, schema.ids), RowPlace(source, 0)
-    if rows is not None and not len(held[0]):
+    held, place = frame_of([] if rows is None else rows, encoder.schema.columns, schema.ids), RowPlace(source, 0)
+    if rows is not None and not len(held):
         raise DataError("there are none", where="rows")
+    form = form_of(recipe.data) | {"timestamp_format": None}
 
     def batches() -> Iterator[RankingBatch]:
-        for frame, place in read_rows(str(file), recipe.data, schema) if rows is None else [held]:
-            encoded = encoder.encode(frame, where=place)
+        in_memory = [] if rows is None else [(as_read(held, place, schema, form), place)]
+        for frame, at in in_memory or read_rows(str(file), recipe.data, schema):
+            encoded = encoder.encode(frame, where=at)
             inputs.update(encoded)
             assert encoded.labels is not None
             known = encoded.labels[:, labels]
