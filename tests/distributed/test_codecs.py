@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import struct
 import zlib
@@ -35,6 +36,9 @@ SPECIAL = [math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-42, -1e-44, 2.0**-126, 3
 
 def name_of(codec: Codec) -> str:
     return f"{codec.name}-{codec.guarantee.value}"
+
+
+FRAMES = [*(f"{name_of(codec)}-{place}" for place, codec in enumerate(EVERY)), "outliers", "empty"]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,19 +235,20 @@ def test_rows_of_different_scale_cost_less_than_their_common_entropy() -> None:
     assert range_coder.encode_codes(values.astype(np.uint8), 128).size < 0.85 * together
 
 
-def small_frames() -> list[tuple[str, torch.Tensor]]:
+@functools.cache
+def small_frames() -> dict[str, bytes]:
+    """Frames by name; made when a test asks, as collection would compile their kernels in each process."""
     tensor = skewed_rows(24, 6, distinct=5)
     with_outliers = tensor.clone()
     with_outliers[3, 2], with_outliers[20, 0] = math.nan, -0.0
-    return [(f"{name_of(codec)}", codec.encode(tensor)) for codec in EVERY] + [
-        ("outliers", Bounded(0.02).encode(with_outliers)),
-        ("empty", Raw().encode(torch.empty(0, 3))),
-    ]
+    made = [codec.encode(tensor) for codec in EVERY]
+    made += [Bounded(0.02).encode(with_outliers), Raw().encode(torch.empty(0, 3))]
+    return {name: frame.numpy().tobytes() for name, frame in zip(FRAMES, made, strict=True)}
 
 
-@pytest.mark.parametrize(("name", "frame"), small_frames(), ids=lambda value: value if isinstance(value, str) else "")
-def test_damaged_frames_are_refused(name: str, frame: torch.Tensor) -> None:
-    content = frame.numpy().tobytes()
+@pytest.mark.parametrize("name", FRAMES)
+def test_damaged_frames_are_refused(name: str) -> None:
+    content = small_frames()[name]
     decode(content)
     for at in range(len(content)):
         for flip in (1, 128, 255):
@@ -264,9 +269,9 @@ def signed(content: bytearray) -> bytes:
     return bytes(content)
 
 
-@pytest.mark.parametrize(("name", "frame"), small_frames(), ids=lambda value: value if isinstance(value, str) else "")
-def test_forged_frames_give_a_tensor_or_an_error(name: str, frame: torch.Tensor) -> None:
-    content, rng = frame.numpy().tobytes(), np.random.default_rng(0)
+@pytest.mark.parametrize("name", FRAMES)
+def test_forged_frames_give_a_tensor_or_an_error(name: str) -> None:
+    content, rng = small_frames()[name], np.random.default_rng(0)
     for at in range(len(content)):
         for flip in (1, 2, 64, 128, 255):
             forged = bytearray(content)
