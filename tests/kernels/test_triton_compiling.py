@@ -58,6 +58,7 @@ def attention_cases() -> Iterator[tuple[str, torch.dtype, int, int, bool, bool]]
         yield kernel, torch.bfloat16, 256, 0, True, False
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("name", "dtype", "width", "kind", "ranged", "biased"), list(attention_cases()))
 def test_attention_compiles(name: str, dtype: torch.dtype, width: int, kind: int, ranged: bool, biased: bool) -> None:
     kernel = {
@@ -74,8 +75,9 @@ def test_attention_compiles(name: str, dtype: torch.dtype, width: int, kind: int
     assert "mma" in compiled(kernel, constants, attention_types(kernel, short), warps, stages)
 
 
-@pytest.mark.parametrize("rule", [0, 1, 2, 3])
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rule", [0, 1, 2, 3])
 def test_updates_compile(rule: int, weighted: bool) -> None:
     kernel = triton_backend._update
     constants = {
