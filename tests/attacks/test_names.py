@@ -17,6 +17,8 @@ from tests.cli.test_language_commands import RECIPE as LANGUAGE
 from tests.cli.test_language_commands import write_text
 from tests.fuzzing import CONTROLS
 
+pytestmark = pytest.mark.slow
+
 EVIL = "x-evil"
 HTML = f"</title></style></script><{EVIL} onload='a'>\"'>{EVIL}<!-- {{{{7*7}}}} {{% x %}}"
 TERMINAL = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\u2066"
@@ -78,7 +80,6 @@ def plain(outcome: Outcome) -> None:
     assert not [line for line in outcome.err.splitlines() if line.startswith("error: b")], outcome.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_of_a_ranking_run(commands: Commands, tmp_path: Path, kind: str) -> None:
     name = NAMES[kind]
@@ -134,7 +135,6 @@ def test_names_of_a_ranking_run(commands: Commands, tmp_path: Path, kind: str) -
     assert not obeyed(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_of_a_language_run(commands: Commands, tmp_path: Path, kind: str) -> None:
     name = NAMES[kind]
@@ -159,7 +159,6 @@ def test_names_of_a_language_run(commands: Commands, tmp_path: Path, kind: str) 
     assert not obeyed(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_of_plans(commands: Commands, tmp_path: Path, kind: str) -> None:
     name = NAMES[kind]
@@ -183,7 +182,6 @@ def test_names_of_plans(commands: Commands, tmp_path: Path, kind: str) -> None:
     assert not obeyed(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_in_traces(commands: Commands, tmp_path: Path, kind: str) -> None:
     name = NAMES[kind]
@@ -204,7 +202,6 @@ def test_names_in_traces(commands: Commands, tmp_path: Path, kind: str) -> None:
         assert not elements.found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_of_searches(commands: Commands, tmp_path: Path, kind: str) -> None:
     name = NAMES[kind]

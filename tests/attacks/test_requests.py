@@ -22,6 +22,8 @@ from tests.attacks import made
 from tests.attacks.commands import ROOT, Commands, Outcome
 from tests.serving.small_models import write_model
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 30.0
 """Deadline of one answer, many times what it takes."""
 
@@ -165,7 +167,6 @@ RAW: dict[str, bytes] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RAW)
 def test_bytes(server: Attacked, name: str) -> None:
     """The connection ends, and nothing but an answer to what is valid of it comes back."""
@@ -178,7 +179,6 @@ def test_bytes(server: Attacked, name: str) -> None:
     server.is_well()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     ["/../../etc/passwd", "/..%2f..%2fetc/passwd", "//etc/passwd", "/v1/models/../../../etc/passwd", "/%00",
@@ -261,7 +261,6 @@ BODIES: dict[str, bytes] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("name", BODIES)
 def test_bodies(server: Attacked, name: str, path: str) -> None:
@@ -302,7 +301,6 @@ ROWS: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_rows(server: Attacked, name: str) -> None:
     body = json.dumps({"model": "run", "rows": ROWS[name]}).encode()
@@ -312,7 +310,6 @@ def test_rows(server: Attacked, name: str) -> None:
         assert "Infinity" not in answer.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["application/vnd.apache.arrow.stream", "application/vnd.apache.arrow.file"])
 @pytest.mark.parametrize(
     "content", [b"", bytes(1000), b"ARROW1\0\0" + b"\xff" * 100, b"\xff\xff\xff\xff\xff\xff\xff\x7f"]
@@ -321,7 +318,6 @@ def test_rows_in_arrow(server: Attacked, kind: str, content: bytes) -> None:
     assert _answered(server, "/v1/score?model=run", content, kind).status_code != 200
 
 
-@pytest.mark.slow
 def test_clients_that_leave_while_they_are_answered(server: Attacked) -> None:
     body = json.dumps({"model": "text", "prompt": "the", "max_tokens": 300, "n": 4, "stream": True}).encode()
     for _ in range(20):
@@ -340,7 +336,6 @@ SLOW = {
 }
 
 
-@pytest.mark.slow
 def test_clients_that_are_slow(server: Attacked) -> None:
     """A connection that does not come to the end of a request is ended, also if a byte comes now and then."""
     until = time.monotonic() + PATIENCE
@@ -366,7 +361,6 @@ def test_clients_that_are_slow(server: Attacked) -> None:
     server.is_well()
 
 
-@pytest.mark.slow
 def test_more_connections_than_files(server: Attacked) -> None:
     """Many connections keep others away for a while at most, and the server says so in a line."""
     with contextlib.ExitStack() as held:

@@ -17,6 +17,8 @@ from tests.attacks import made
 from tests.attacks.commands import Commands, Outcome
 from tests.attacks.written import Written
 
+pytestmark = pytest.mark.slow
+
 TRAIN = ("train", "small.toml", "--run", "new", "--quiet")
 RESUME = ("train", "new", "--resume", "--quiet")
 WRITERS: dict[str, tuple[Callable[[Commands, Path], None], Sequence[str]]] = {
@@ -67,7 +69,6 @@ def leftovers(folder: Path) -> list[str]:
     return [str(path) for path in folder.rglob("*") if path.name.endswith((".tmp", ".unfinished"))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_disk_that_fills_up(commands: Commands, folders: Callable[..., Written], name: str) -> None:
     """Each file may only be so long, as on a disk that is full from there on; a second try without the limit works."""
@@ -109,7 +110,6 @@ def read_only(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_folder_that_is_read_only(commands: Commands, folders: Callable[..., Written], name: str) -> None:
     build, words = WRITERS[name]
@@ -137,7 +137,6 @@ READERS: dict[str, tuple[Callable[[Commands, Path], None], Sequence[str]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_what_only_reads_works_in_a_read_only_folder(
     commands: Commands, folders: Callable[..., Written], tmp_path: Path, name: str
@@ -164,7 +163,6 @@ PAIRS = ("train", "predict", "report", "evaluate", "quantize", "probe", "inject"
          "plan")  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_processes_in_one_folder(
     commands: Commands, other: Commands, folders: Callable[..., Written], name: str
@@ -191,7 +189,6 @@ def test_two_processes_in_one_folder(
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*WRITERS, *READERS])
 def test_few_descriptors(commands: Commands, folders: Callable[..., Written], tmp_path: Path, name: str) -> None:
     """A process that may have few files open says so at once; a low limit of its own, it raises."""
@@ -209,7 +206,6 @@ def test_few_descriptors(commands: Commands, folders: Callable[..., Written], tm
             path.unlink()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("jump", [3600.0, 1e7, 1e9])
 @pytest.mark.parametrize("name", [*WRITERS, *READERS])
 def test_clocks_that_jump(

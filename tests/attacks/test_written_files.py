@@ -17,6 +17,8 @@ from tests.attacks import made
 from tests.attacks.commands import Commands
 from tests.attacks.written import Reader, Written
 
+pytestmark = pytest.mark.slow
+
 PREDICT = Reader(("predict", "run", "log.csv", "--out", "s.csv"), ("s.csv",), prints=False)
 QUANTIZED = Reader((*PREDICT.arguments, "--quantized"), ("s.csv",), prints=False)
 PLANNED = Reader((*PREDICT.arguments, "--plan"), ("s.csv",), prints=False)
@@ -192,7 +194,6 @@ SHARE = 6
 PAIRS = [(case, reader) for case in CASES for reader in case.readers]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "reader"),
     PAIRS,
@@ -211,14 +212,12 @@ QUICK = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("case", "reader"), QUICK[:1], ids=["traces"])
 def test_some_damage_is_detected_or_harmless(folders: Callable[..., Written], case: Case, reader: Reader) -> None:
     """The first few attacks, for each run of the tests."""
     assert not attack(folders(case.build), case, reader, 0, 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("build", {case.build: None for case in CASES}, ids=lambda build: build.__name__)
 def test_every_file_that_is_written_is_attacked(
     folders: Callable[..., Written], build: Callable[[Commands, Path], None]
@@ -229,7 +228,6 @@ def test_every_file_that_is_written_is_attacked(
     assert not [name for name in found if not any(fnmatch.fnmatch(name, pattern) for pattern in known)]
 
 
-@pytest.mark.slow
 def test_an_undetected_damage_is_found(folders: Callable[..., Written]) -> None:
     """The judgement itself: a file of plain text has no checksum, and a command that prints it shows each damage."""
     written = folders(made.planned)

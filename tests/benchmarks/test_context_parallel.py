@@ -10,9 +10,10 @@ import pytest
 from tests.benchmarks.programs import part_of
 from tests.distributed.processes import needs_gloo
 
+pytestmark = pytest.mark.slow
+
 
 @needs_gloo
-@pytest.mark.slow
 def test_ways_to_shard_are_compared(tmp_path: Path) -> None:
     content = part_of(context_parallel, "sharding", tmp_path)
     uneven = content["mixes"]["2 x 1024, 4096, 2 x 1024"]
@@ -27,7 +28,6 @@ def test_ways_to_shard_are_compared(tmp_path: Path) -> None:
 
 
 @needs_gloo
-@pytest.mark.slow
 def test_conversations_are_compared_with_one_process(tmp_path: Path) -> None:
     content = part_of(context_parallel, "sessions", tmp_path)
     runs = content["runs"]

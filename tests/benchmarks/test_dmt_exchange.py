@@ -10,9 +10,10 @@ import pytest
 from tests.benchmarks.programs import part_of
 from tests.distributed.processes import needs_gloo
 
+pytestmark = pytest.mark.slow
+
 
 @needs_gloo
-@pytest.mark.slow
 def test_steps_over_hosts_are_compared(tmp_path: Path) -> None:
     content = part_of(dmt, "exchange", tmp_path)
     assert content["exact"]

@@ -9,6 +9,8 @@ import pytest
 
 from tests.benchmarks.programs import part_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +18,6 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exfm.movielens.cache_clear()
 
 
-@pytest.mark.slow
 def test_a_teacher_that_is_off_is_compared(tmp_path: Path) -> None:
     found = part_of(exfm, "bias", tmp_path)["results"]
     methods = {*exfm.METHODS, "the teacher itself"}
@@ -29,7 +30,6 @@ def test_a_teacher_that_is_off_is_compared(tmp_path: Path) -> None:
     assert all(values[0] == values[1] for values in same)
 
 
-@pytest.mark.slow
 def test_a_teacher_that_lags_is_compared(tmp_path: Path) -> None:
     found = part_of(exfm, "drift", tmp_path)["results"]
     assert {(one["lag"], one["method"]) for one in found} == {(lag, name) for lag in exfm.LAGS for name in exfm.METHODS}
@@ -37,7 +37,6 @@ def test_a_teacher_that_lags_is_compared(tmp_path: Path) -> None:
     assert all(one["changes"] == [0.0, 0.0] for one in found if one["method"] == "auxiliary heads")
 
 
-@pytest.mark.slow
 def test_what_students_keep_is_compared(tmp_path: Path) -> None:
     found = part_of(exfm, "transfer", tmp_path)
     kinds = [one["kind"] for one in found["results"]]
@@ -47,14 +46,12 @@ def test_what_students_keep_is_compared(tmp_path: Path) -> None:
     assert [one["transfer"] for one in found["results"] if not one["kind"].startswith("...")] == [0.0, 0.0]
 
 
-@pytest.mark.slow
 def test_calls_of_the_teacher_are_counted(tmp_path: Path) -> None:
     found = part_of(exfm, "streams", tmp_path)
     assert found["calls"] == found["unique"] > 0
     assert found["versions"] > 1
 
 
-@pytest.mark.slow
 def test_steps_with_a_teacher_are_timed(tmp_path: Path) -> None:
     found = part_of(exfm, "speed", tmp_path)["results"]
     assert {one["kind"] for one in found} == {

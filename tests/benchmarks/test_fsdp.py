@@ -10,8 +10,9 @@ import pytest
 from tests.benchmarks.programs import part_of
 from tests.distributed.processes import needs_gloo
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_memory_is_that_of_the_law(tmp_path: Path) -> None:
     content = part_of(fsdp, "memory", tmp_path)
     assert content["reached"] is True
@@ -22,7 +23,6 @@ def test_memory_is_that_of_the_law(tmp_path: Path) -> None:
 
 
 @needs_gloo
-@pytest.mark.slow
 def test_traffic_is_that_of_the_formulas(tmp_path: Path) -> None:
     content = part_of(fsdp, "traffic", tmp_path)
     assert content["reached"] is True
@@ -31,7 +31,6 @@ def test_traffic_is_that_of_the_formulas(tmp_path: Path) -> None:
 
 
 @needs_gloo
-@pytest.mark.slow
 def test_hybrid_sharding_has_the_memory_and_bytes_of_the_formulas(tmp_path: Path) -> None:
     content = part_of(fsdp, "dhen", tmp_path)
     for way, row in content["rows"].items():

@@ -10,8 +10,9 @@ from isoflop import FEW
 
 from tests.benchmarks.programs import part_of
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_a_study_of_tiny_models_trains_every_size(tmp_path: Path) -> None:
     study = part_of(isoflop, "tiny", tmp_path)["study"]
     assert [round(curve["budget"] / least, 1) for curve, least in zip(study["curves"], FEW, strict=True)] == [1.0] * 3

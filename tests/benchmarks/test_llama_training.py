@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "benchmarks/llama.py"), "--quick", "--part", "training"]
 
-pytestmark = pytest.mark.peer
+pytestmark = [pytest.mark.slow, pytest.mark.peer]
 
 
 def run(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -23,7 +23,6 @@ def run(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_all_trainers_that_are_here_train_the_same_model(tmp_path: Path) -> None:
     for module in ("transformers", "accelerate"):
         pytest.importorskip(module)
@@ -44,7 +43,6 @@ def test_all_trainers_that_are_here_train_the_same_model(tmp_path: Path) -> None
             assert fastest.endswith(", loop") is is_loop
 
 
-@pytest.mark.slow
 def test_an_absent_peer_is_left_out_with_a_line(tmp_path: Path) -> None:
     done = run(tmp_path, CORDILLERA_TORCHTITAN=str(tmp_path / "nowhere"))
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,9 @@ import pytest
 
 from tests.benchmarks.programs import part_of
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_losses_are_scaled(tmp_path: Path) -> None:
     found = part_of(multibalance, "scales", tmp_path)
     assert {(one["method"], one["factor"]) for one in found["results"]} == {
@@ -21,7 +22,6 @@ def test_losses_are_scaled(tmp_path: Path) -> None:
     assert all(len(values) == 1 for one in found["results"] for values in one["auc_changes"].values())
 
 
-@pytest.mark.slow
 def test_methods_are_compared_on_two_data_sets(tmp_path: Path) -> None:
     found = part_of(multibalance, "methods", tmp_path)
     ours = [one for one in found["results"] if "balanced" in one["method"] or one["method"] == multibalance.ALONE]
@@ -30,7 +30,6 @@ def test_methods_are_compared_on_two_data_sets(tmp_path: Path) -> None:
     assert [one["worst_percent"] for one in ours if one["method"] == multibalance.ALONE] == [0.0, 0.0]
 
 
-@pytest.mark.slow
 def test_steps_are_timed(tmp_path: Path) -> None:
     found = part_of(multibalance, "speed", tmp_path)
     assert {"plain sum", "balanced, equal", "balanced, min-norm"} <= {one["method"] for one in found["results"]}

@@ -11,8 +11,9 @@ from _transport_exchange import shares
 
 from tests.benchmarks.programs import part_of
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_rows_go_to_other_ranks_and_back_whatever_carries_them(tmp_path: Path) -> None:
     figures = part_of(ncclx, "exchanges", tmp_path)
     (row,) = figures["rows"]
@@ -20,7 +21,6 @@ def test_rows_go_to_other_ranks_and_back_whatever_carries_them(tmp_path: Path) -
     assert shares(4, 4096) == [2048, 683, 683, 682]
 
 
-@pytest.mark.slow
 def test_blame_counts_incidents_by_kind(tmp_path: Path) -> None:
     figures = part_of(ncclx, "blame", tmp_path)
     assert set(FAULTS) < set(figures["kinds"])

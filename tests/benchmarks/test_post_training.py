@@ -9,8 +9,9 @@ import pytest
 
 from tests.benchmarks.programs import part_of
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_problems_that_are_solved_are_counted_before_and_after(tmp_path: Path) -> None:
     found = part_of(post_training, "groups", tmp_path)
     assert [one["step"] for one in found["grpo"]["evaluations"]] == [0, 2]

@@ -21,6 +21,8 @@ from _executed_schedules import families, take_turns
 from tests.benchmarks.programs import part_of
 from tests.distributed.processes import needs_gloo, run_processes
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT.parent / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
 
@@ -34,7 +36,6 @@ run_processes(2, Path({folder!r}), partial(take_turns, schedules=families(2)[:1]
 """
 
 
-@pytest.mark.slow
 def test_the_grid_compares_with_production_and_with_each_dimension(tmp_path: Path) -> None:
     points = part_of(scaleacross, "grid", tmp_path)["points"]
     assert isinstance(points, list)
@@ -43,7 +44,6 @@ def test_the_grid_compares_with_production_and_with_each_dimension(tmp_path: Pat
     assert set(points[0]["alone"]) == {"placement", "scheduling", "network"}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-tools is not installed")
 def test_the_rules_are_compared_with_the_solver(tmp_path: Path) -> None:
     content = part_of(scaleacross, "solver", tmp_path)
@@ -58,7 +58,6 @@ def test_the_rules_are_compared_with_the_solver(tmp_path: Path) -> None:
 
 
 @needs_gloo
-@pytest.mark.slow
 def test_schedules_are_executed_beside_their_simulation(tmp_path: Path) -> None:
     content = part_of(scaleacross, "executed", tmp_path)
     assert content["evidence"] == "emulated"
@@ -76,7 +75,6 @@ def test_schedules_are_executed_beside_their_simulation(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
 @needs_gloo
 def test_processes_that_pass_their_deadline_are_ended(tmp_path: Path) -> None:
     began = time.monotonic()
@@ -93,7 +91,6 @@ def _runs(process: Path) -> bool:
     return False
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux lists a process's children")
 @needs_gloo
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -123,7 +120,6 @@ def test_processes_end_with_the_one_that_began_them(tmp_path: Path, how: signal.
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not MEASURED.exists(), reason=f"{MEASURED.name} (vTrain, MIT) is not here")
 @pytest.mark.parametrize("part", ["accuracy", "speed"])
 def test_parts_beside_measurements(part: str, tmp_path: Path) -> None:
@@ -134,7 +130,6 @@ def test_parts_beside_measurements(part: str, tmp_path: Path) -> None:
         assert content["values"]["evaluations_per_s"]["ours"]["median"] > 1000
 
 
-@pytest.mark.slow
 def test_recommendation_models_are_compared_with_published_rates_and_with_production(tmp_path: Path) -> None:
     content = part_of(scaleacross, "recommenders", tmp_path)
     (row,) = content["published"]

@@ -12,8 +12,9 @@ from cordillera.kernels.threads import usable_cores
 
 from .programs import run
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_threads_are_measured_beside_two_processes(tmp_path: Path) -> None:
     output = run(threads, tmp_path, "--workload", "int8")
     content = json.loads((tmp_path / "threads-neighbours.json").read_text())
