@@ -2,7 +2,8 @@
 
 Tests may be shared out among processes (``make test`` takes three). What a test of one file makes, the others of the
 file use, so files stay whole; and all files that start whole commands of several processes, kill some of them and wait
-for the others to end within a deadline stay in one process and thus run one after another, from the beginning on.
+for the others to end within a deadline stay in one process and thus run one after another, from the beginning on. So do
+files that load or make the same things, where no long tests run.
 """
 
 from __future__ import annotations
@@ -31,6 +32,26 @@ ALL_LONG = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTI
 FEW_INPUTS = 20
 COMMANDS = "commands of several processes"
 COMMAND_FILES = ("tests/cli/", "tests/distributed/test_launch.py", "tests/distributed/test_watch.py")
+# What takes seconds in each process that meets such a file: loading what ranks are forked from, loading transformers,
+# training the model of the fixture `begun`.
+TOGETHER = {
+    "forked ranks": (
+        "distributed/test_language_meshes", "distributed/test_pipeline_decoding", "distributed/test_shared_heads",
+        "distributed/test_tensor_parallel", "distributed/test_towers", "distributed/test_transport_processes",
+        "distributed/test_windows", "numerics/test_probe", "training/test_language", "training/test_ranks",
+        "training/test_slices",
+    ),
+    "transformers": (
+        "data/test_piece_tokenizers", "data/test_tokenizer", "models/language/test_adapters",
+        "models/language/test_conversion", "models/language/test_families", "models/language/test_llama",
+        "models/language/test_moe", "models/language/test_piece_conversion", "serving/test_language_files",
+        "serving/test_sampler",
+    ),
+    "a model that can answer": (
+        "training/test_best_answers", "training/test_groups", "training/test_own_chats", "training/test_post_training",
+    ),
+}  # fmt: skip
+SHARED = {f"tests/{file}.py": name for name, files in TOGETHER.items() for file in files}
 if str(BENCHMARKS) not in sys.path:
     sys.path.insert(0, str(BENCHMARKS))
 
@@ -93,6 +114,11 @@ def _are_long_ones_asked(config: pytest.Config, nodeid: str) -> bool:
     return bool(next((config.getoption(option) for folder, option in OWN if nodeid.startswith(folder)), long))
 
 
+def _are_all_short(config: pytest.Config) -> bool:
+    options = ("--all", "--fuzz", *(option for _, option in OWN))
+    return not (_are_marks_or_tests_named(config) or any(config.getoption(option) for option in options))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file whose tests are all long is not even imported, in each process, unless they run or it is named."""
     if not (collection_path.match("test_*.py") and collection_path.is_relative_to(ROOT)):
@@ -122,10 +148,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not hasattr(config, "workerinput"):
         return
     turns: dict[str, int] = {}
-    for item in items:
-        turn = 0 if scope_of(item.nodeid) == COMMANDS else 1 if item.get_closest_marker("slow") else 2
-        turns[scope_of(item.nodeid)] = min(turn, turns.get(scope_of(item.nodeid), turn))
-    items.sort(key=lambda item: turns[scope_of(item.nodeid)])
+    scopes = {item: scope_of(item.nodeid, _are_all_short(config)) for item in items}
+    for item, scope in scopes.items():
+        turn = 0 if scope == COMMANDS or scope in TOGETHER else 1 if item.get_closest_marker("slow") else 2
+        turns[scope] = min(turn, turns.get(scope, turn))
+    items.sort(key=lambda item: turns[scopes[item]])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -160,14 +187,18 @@ def _take_few_inputs(test: Any) -> None:
 
 
 @functools.cache
-def scope_of(nodeid: str) -> str:
-    """What runs in one process: a file, a page of the documentation, or all files of :data:`COMMAND_FILES`."""
+def scope_of(nodeid: str, all_short: bool) -> str:
+    """What runs in one process: a file, a page of the documentation, or all files of :data:`COMMAND_FILES`.
+
+    Where all tests are short, also those of a name in :data:`TOGETHER`: with the long ones of all of its files, one
+    process would be busy when the others have nothing left to do.
+    """
     file, _, name = nodeid.partition("::")
     page = name.partition("[")[2].removesuffix("]")
     if page.endswith(".md") and (ROOT / page).is_file():
         return page
     deadlines = file.startswith(COMMAND_FILES) and "needs_gloo" in (ROOT / file).read_text(encoding="utf-8")
-    return COMMANDS if deadlines else file
+    return COMMANDS if deadlines else SHARED.get(file, file) if all_short else file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -179,7 +210,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scopes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return scope_of(nodeid)
+            return scope_of(nodeid, _are_all_short(self.config))
 
     return Scopes(config, log)
 
