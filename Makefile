@@ -5,7 +5,7 @@
 #   make test-all run the long tests too: meshes, documentation commands, kills
 #   make test-attacks  damage files, fill disks, set clocks: whole commands on bad days, on two cores
 #   make test-benchmarks  run the long tests of benchmarks, each with few points
-#   make check    format, lint, types, layers, names, figures of the documentation
+#   make check    format, lint, types, layers, names, docstrings, figures of the documentation
 #   make figures  write the figures of the documentation from benchmarks/results/
 #   make docs     build the documentation into site/
 #   make peers    install what `cordillera bench` compares with
@@ -68,7 +68,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest --quiet --noconftest tests/test_house.py
+	$(BIN)/python -m pytest --quiet --noconftest tests/test_house.py tests/test_docstrings.py
 	$(BIN)/python benchmarks/_document.py --check
 
 figures: $(VENV)/.dev

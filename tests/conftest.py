@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 OWN = (("tests/benchmarks/", "--benchmarks"), ("tests/attacks/", "--attacks"))
 ALL_LONG = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
+collect_ignore = ["test_house.py", "test_docstrings.py"]  # `make check` runs them; they read the whole package
 FEW_INPUTS = 20
 COMMANDS = "commands of several processes"
 COMMAND_FILES = ("tests/cli/", "tests/distributed/test_launch.py", "tests/distributed/test_watch.py")

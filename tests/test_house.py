@@ -1,4 +1,4 @@
-"""The package stays one that a stranger finds their way in: run by ``make check`` as well.
+"""The package stays one that a stranger finds their way in: run by ``make check``.
 
 Imports have a contract of their own (``[tool.importlinter]`` in ``pyproject.toml``).
 """
