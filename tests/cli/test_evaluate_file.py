@@ -11,14 +11,27 @@ import polars as pl
 import pytest
 
 import cordillera
+from cordillera import workflows
+from cordillera.recipe import load
 
-from .conftest import write_log
+from .conftest import RECIPE, write_log
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run and its log, which is that of the fixture ``recipe``; each test takes a copy."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "small.toml").write_text(RECIPE.format(path=write_log(folder / "log.csv")))
+    changes = [f"data.cache_dir={folder / 'cache'}", "training.epochs=1", "threads=1"]
+    workflows.train(load(folder / "small.toml", changes), folder / "run")
+    return folder
 
 
 @pytest.fixture
-def run(cli, recipe: Path) -> Path:
-    """A finished run."""
-    assert cli("train", recipe, "--run", "run", "-q", "--set", "training.epochs=1", "--set", "threads=1").code == 0
+def run(trained: Path, cli, tmp_path: Path) -> Path:
+    """A finished run of one's own, beside its log."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    shutil.copy(trained / "log.csv", tmp_path)
     return Path("run")
 
 
