@@ -22,19 +22,24 @@ from cordillera.distributed.transport.peer_memory import PeerMemory
 from cordillera.distributed.transport.process_group import BACKEND, TransportOptions, register
 from cordillera.distributed.transport.progress import TransportError
 from cordillera.errors import PeerError
-from tests.distributed.processes import needs_gloo, run_processes
+from tests.distributed.processes import Ended, needs_gloo, run_processes
 
 pytestmark = needs_gloo
 DEADLINE_S = 10.0
 
 
-def ours(path: Any = "auto") -> Any:
+def ours(path: Any = "auto", ranks: list[int] | None = None) -> Any:
     register()
-    options = TransportOptions(path)
-    return dist.new_group(backend=BACKEND, pg_options=options, timeout=timedelta(seconds=DEADLINE_S))
+    return dist.new_group(
+        ranks,
+        backend=BACKEND,
+        pg_options=TransportOptions(path),
+        timeout=timedelta(seconds=DEADLINE_S),
+        use_local_synchronization=ranks is not None,
+    )
 
 
-def equal_to_gloo(rank: int, folder: str) -> dict[str, Any]:
+def equal_to_gloo(rank: int) -> list[str]:
     wrong = []
     for path in ("auto", "sockets"):
         group = ours(path)
@@ -51,15 +56,10 @@ def equal_to_gloo(rank: int, folder: str) -> dict[str, Any]:
         if found != [{"rank": other} for other in range(dist.get_world_size())]:
             wrong.append(f"objects {found}")
         dist.destroy_process_group(group)
-    return {"wrong": wrong}
+    return wrong
 
 
-def test_sums_of_small_numbers_equal_those_of_gloo_to_the_bit(tmp_path: Path) -> None:
-    ended = run_processes(3, tmp_path, equal_to_gloo, 120)
-    assert [ended.found[rank]["wrong"] for rank in range(3)] == [[], [], []], ended.said
-
-
-def experts_on_both(rank: int, folder: str) -> dict[str, Any]:
+def experts_on_both(rank: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(40 + 30 * rank, 16, generator=generator, requires_grad=True)
     experts = torch.rand(len(x), 6, generator=generator).topk(2).indices
@@ -75,27 +75,43 @@ def experts_on_both(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_tokens_go_to_experts_and_back_as_on_gloo_to_the_bit(tmp_path: Path) -> None:
-    ended = run_processes(3, tmp_path, experts_on_both, 120)
+def disagreeing(rank: int) -> str:
+    """What the ranks 0 and 1 say, each of which waits for another exchange."""
+    links = Collectives(ours(ranks=[0, 1]), Ledger(), DEADLINE_S)
+    try:
+        (links.all_reduce if rank else links.all_gather)("rows", torch.ones(9))
+    except PeerError as error:
+        return error.what
+    return ""
+
+
+def together(rank: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"wrong": equal_to_gloo(rank), "experts": experts_on_both(rank)}
+    found["said"] = disagreeing(rank) if rank < 2 else ""
+    dist.barrier()  # no rank goes while others are at work
+    return found
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Three processes that did all of it, since their start takes most of the time."""
+    return run_processes(3, tmp_path_factory.mktemp("together"), together, 120)
+
+
+def test_sums_of_small_numbers_equal_those_of_gloo_to_the_bit(ended: Ended) -> None:
+    assert {rank: found["wrong"] for rank, found in ended.found.items()} == {0: [], 1: [], 2: []}, ended.said
+
+
+def test_tokens_go_to_experts_and_back_as_on_gloo_to_the_bit(ended: Ended) -> None:
     assert set(ended.found) == {0, 1, 2}, ended.said
-    for found in ended.found.values():
-        (wanted, counted), *others = found.values()
+    for of_rank in ended.found.values():
+        (wanted, counted), *others = of_rank["experts"].values()
         for tensors, passed in others:
             assert all(map(torch.equal, tensors, wanted))
             assert passed < counted  # no sizes before
 
 
-def disagreeing(rank: int, folder: str) -> dict[str, Any]:
-    links = Collectives(ours(), Ledger(), DEADLINE_S)
-    try:
-        (links.all_reduce if rank else links.all_gather)("rows", torch.ones(9))
-    except PeerError as error:
-        return {"said": error.what}
-    return {}
-
-
-def test_what_ranks_do_instead_of_an_exchange_is_said_by_its_error(tmp_path: Path) -> None:
-    ended = run_processes(2, tmp_path, disagreeing, 120)
+def test_what_ranks_do_instead_of_an_exchange_is_said_by_its_error(ended: Ended) -> None:
     said = " ".join(found["said"] for found in ended.found.values())
     assert "all_gather of float32, rank" in said or "all_reduce of float32 (sum), rank" in said, (said, ended.said)
     assert said.count(", while rows were exchanged") == 2
