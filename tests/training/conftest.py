@@ -10,7 +10,7 @@ import torch
 
 from cordillera.data.ranking.features import FeatureSpec, RankingBatch, SparseFeature
 from cordillera.embeddings.tables import TablesConfig
-from cordillera.jagged import JaggedBatch, JaggedTensor
+from cordillera.jagged import JaggedBatch, JaggedTensor, offsets_from_lengths
 from cordillera.models.ranking import MODELS, build
 from cordillera.run import Run
 from cordillera.training.ranking.config import TrainingConfig
@@ -45,9 +45,12 @@ class MemoryLoader:
             generator = torch.Generator().manual_seed(self.seed * 10_000 + epoch * 100 + number)
             ids = torch.randint(0, 50, (self.size,), generator=generator)
             lengths = torch.randint(0, 4, (self.size,), generator=generator)
-            history = [torch.randint(0, 50, (n,), generator=generator).tolist() for n in lengths.tolist()]
+            history = torch.randint(0, 50, (int(lengths.sum()),), generator=generator)
             sparse = JaggedBatch.from_features(
-                {"id": JaggedTensor(ids, torch.arange(self.size + 1)), "history": JaggedTensor.from_lists(history)}
+                {
+                    "id": JaggedTensor(ids, torch.arange(self.size + 1)),
+                    "history": JaggedTensor(history, offsets_from_lengths(lengths)),
+                }
             )
             click = (torch.rand(self.size, generator=generator) < 0.2 + 0.5 * (ids % 3 == 0)).float()
             buy = (torch.rand(self.size, generator=generator) < 0.3).float()
