@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -248,8 +249,7 @@ def test_a_killed_run_resumes_to_the_same_bits(cli, recipe, tmp_path, number, pr
     assert (tmp_path / "whole.csv").read_bytes() == (tmp_path / "killed.csv").read_bytes()
 
 
-def test_a_run_that_cannot_be_written_is_told_before_the_work(cli, recipe, tmp_path):
-    assert cli("train", recipe, "--run", "runs/a", "-q", "--set", "training.max_steps=2").code == 0
+def test_a_run_that_cannot_be_written_is_told_before_the_work(cli, copied, tmp_path):
     results = {"inject": "injection.json", "quantize": "quantized/report.json", "probe": "precision-plan.json"}
     for command, name in results.items():
         (tmp_path / "runs/a" / name).mkdir(parents=True)
@@ -271,8 +271,7 @@ def test_budgets_of_plans_for_training_are_refused(cli):
     assert "--budget: has no effect with --training" in cli("probe", "runs/a", "--training", "--budget", 1).err
 
 
-def test_lines_tell_how_far_scoring_is_where_there_is_no_terminal(cli, recipe, tmp_path, monkeypatch):
-    assert cli("train", recipe, "--run", "runs/a", "-q").code == 0
+def test_lines_tell_how_far_scoring_is_where_there_is_no_terminal(cli, copied, tmp_path, monkeypatch):
     for pause in ("_FIRST_S", "_LONGEST_S"):
         monkeypatch.setattr(f"cordillera.cli._terminal.{pause}", 0.01)
     score = workflows.predict
@@ -289,8 +288,7 @@ def test_lines_tell_how_far_scoring_is_where_there_is_no_terminal(cli, recipe, t
     assert json.loads(told.out) == {"rows": rows, "file": "scores.csv"}
 
 
-def test_a_flipped_byte_in_the_checkpoint_is_refused_by_name(cli, recipe, tmp_path):
-    assert cli("train", recipe, "--run", "runs/a", "-q").code == 0
+def test_a_flipped_byte_in_the_checkpoint_is_refused_by_name(cli, copied, tmp_path):
     path = next((tmp_path / "runs/a/checkpoints").glob("step-*/tensors.safetensors"))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -355,7 +353,7 @@ def test_a_bad_log_is_refused_with_its_place_and_nothing_is_left(cli, recipe, tm
 def test_a_feature_with_one_value_is_a_named_warning(cli, recipe, tmp_path):
     path = _edit(tmp_path, lambda lines: [line.replace("tablet", "phone").replace("desk", "phone") for line in lines])
     with pytest.warns(UserWarning, match="'device' has one value"):
-        assert cli("train", path, "--run", "runs/one", "-q").code == 0
+        assert cli("train", path, "--run", "runs/one", "-q", "--set", "training.epochs=1").code == 0
 
 
 IDENTITY = '[{ name = "user" }, { name = "device" }]'
@@ -415,6 +413,13 @@ def done(tmp_path_factory):
     path.write_text(RECIPE.format(path=log))
     cache = ["data.cache_dir=" + str(folder / "cache")]
     return workflows.train(load(path, [*cache, "training.epochs=1"]), folder / "run").run.folder
+
+
+@pytest.fixture
+def copied(done, tmp_path):
+    """A copy of the finished run in ``runs/a``, beside its log."""
+    shutil.copytree(done, tmp_path / "runs/a")
+    shutil.copy(done.parent / "log.csv", tmp_path)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -614,8 +619,7 @@ def test_files_of_a_run_are_for_those_whom_the_umask_lets_read_them(cli, recipe,
     assert {path.name: oct(mode) for path, mode in modes.items() if mode != 0o664} == {}
 
 
-def test_a_day_that_is_not_there_is_said_to_be_so(cli, recipe, tmp_path):
-    assert cli("train", recipe, "--run", "runs/a", "-q", "--set", "training.epochs=1").code == 0
+def test_a_day_that_is_not_there_is_said_to_be_so(cli, copied):
     for command in (("predict", "runs/a", "dt=2026-03-04"), ("evaluate", "runs/a", "--file", "dt=2026-03-04")):
         found = cli(*command)
         assert found.code == 2
