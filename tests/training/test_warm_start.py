@@ -74,11 +74,12 @@ def recipe_of(tmp_path: Path, path: Path, **changes: Any) -> RankingRecipe:
     return found
 
 
-@pytest.fixture
-def day_1(tmp_path: Path) -> Path:
-    """A finished run on day 1."""
-    path = write_day(tmp_path / "day-1.csv", 1)
-    return workflows.train(recipe_of(tmp_path, path), tmp_path / "day-1").run.folder
+@pytest.fixture(scope="module")
+def day_1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run on day 1, beside its log; runs that begin with it only read it."""
+    folder = tmp_path_factory.mktemp("day-1")
+    path = write_day(folder / "day-1.csv", 1)
+    return workflows.train(recipe_of(folder, path), folder / "day-1").run.folder
 
 
 def after(tmp_path: Path, run: Path, day: int = 2, **changes: Any) -> RankingRecipe:
@@ -103,12 +104,12 @@ def test_known_ids_keep_their_rows_and_scales(tmp_path: Path, day_1: Path) -> No
 def test_before_the_first_step_known_ids_have_the_scores_of_the_start(tmp_path: Path, day_1: Path) -> None:
     recipe = after(tmp_path, day_1, training__learning_rate=1e-30, tables__learning_rate=0.0)
     workflows.train(recipe, tmp_path / "day-2")
-    rows = pl.read_csv(tmp_path / "day-1.csv")
-    old, new = (cordillera.load_model(tmp_path / name).predict(rows) for name in ("day-1", "day-2"))
+    rows = pl.read_csv(day_1.parent / "day-1.csv")
+    old, new = (cordillera.load_model(run).predict(rows) for run in (day_1, tmp_path / "day-2"))
     assert np.array_equal(old, new)
     later = pl.read_csv(tmp_path / "day-2.csv")
     unknown = ~later["user"].is_in(Encoder.load(day_1 / "encoder").vocabularies["user"].to_list())
-    old, new = (cordillera.load_model(tmp_path / name).predict(later) for name in ("day-1", "day-2"))
+    old, new = (cordillera.load_model(run).predict(later) for run in (day_1, tmp_path / "day-2"))
     differs = pl.Series(old != new)
     assert not differs.filter(~unknown).any()
     assert differs.filter(unknown).any()  # rows of their own
@@ -259,16 +260,22 @@ def test_what_does_not_fit_is_one_error(tmp_path: Path, day_1: Path) -> None:
     assert "0 rows of tables are new" in start_from(model_of(other, features), other)
 
 
-@pytest.mark.parametrize("labels", [["bought", "click"], ["bought"], ["click"]])
-def test_other_labels_or_another_order_are_refused(tmp_path: Path, labels: list[str]) -> None:
-    """Heads have no names: those of other labels would be taken in silence."""
+@pytest.fixture(scope="module")
+def two_labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two labels on day 1, beside the logs of both days; runs that begin with it only read it."""
+    folder = tmp_path_factory.mktemp("two-labels")
     for day in (1, 2):
-        rows = pl.read_csv(write_day(tmp_path / f"day-{day}.csv", day))
-        rows.with_columns(bought=1 - pl.col("click")).write_csv(tmp_path / f"both-{day}.csv")
-    begun = recipe_of(tmp_path, tmp_path / "both-1.csv", data__schema__labels=["click", "bought"])
-    workflows.train(begun, tmp_path / "one")
-    start = str(tmp_path / "one")
-    other = recipe_of(tmp_path, tmp_path / "both-2.csv", data__schema__labels=labels, training__start=start)
+        rows = pl.read_csv(write_day(folder / f"day-{day}.csv", day))
+        rows.with_columns(bought=1 - pl.col("click")).write_csv(folder / f"both-{day}.csv")
+    begun = recipe_of(folder, folder / "both-1.csv", data__schema__labels=["click", "bought"])
+    return workflows.train(begun, folder / "one").run.folder
+
+
+@pytest.mark.parametrize("labels", [["bought", "click"], ["bought"], ["click"]])
+def test_other_labels_or_another_order_are_refused(tmp_path: Path, two_labels: Path, labels: list[str]) -> None:
+    """Heads have no names: those of other labels would be taken in silence."""
+    log, start = two_labels.parent / "both-2.csv", str(two_labels)
+    other = recipe_of(tmp_path, log, data__schema__labels=labels, training__start=start)
     with pytest.raises(CheckpointError, match=rf"one learnt click, bought, here the labels are {', '.join(labels)}"):
         workflows.train(other, tmp_path / "two")
     assert not (tmp_path / "two").exists()
