@@ -193,11 +193,11 @@ def test_adapter_and_student_never_update_each_other() -> None:
 def test_an_adapter_finds_a_constant_offset(offset: float) -> None:
     heads, _, _ = example()
     distiller = distiller_of(heads, adapter=True)
-    draw = torch.Generator().manual_seed(1)
+    draw, base = torch.Generator().manual_seed(1), next(iter(MemoryLoader(1, 512).epoch()))
     for _ in range(400):
         true = 1.5 * torch.randn(512, 2, generator=draw)
         labels = (torch.rand(512, 2, generator=draw) < true.sigmoid()).float()
-        batch = replace(next(iter(MemoryLoader(1, 512).epoch())), labels=labels, teacher=true + offset)
+        batch = replace(base, labels=labels, teacher=true + offset)
         representation = torch.zeros(512, 6)
         distiller.losses(representation, heads(representation), batch, mean).adapter.sum().backward()
         distiller.update(0.0, None)
