@@ -37,10 +37,9 @@ COMMAND_FILES = ("tests/cli/", "tests/distributed/test_launch.py", "tests/distri
 # training the model of the fixture `begun`.
 TOGETHER = {
     "forked ranks": (
-        "distributed/test_language_meshes", "distributed/test_pipeline_decoding", "distributed/test_shared_heads",
-        "distributed/test_tensor_parallel", "distributed/test_towers", "distributed/test_transport_processes",
-        "distributed/test_windows", "numerics/test_probe", "training/test_language", "training/test_ranks",
-        "training/test_slices",
+        "distributed/test_few_meshes", "distributed/test_pipeline_decoding", "distributed/test_tensor_parallel",
+        "distributed/test_towers", "distributed/test_transport_processes", "distributed/test_windows",
+        "numerics/test_probe", "training/test_language", "training/test_ranks", "training/test_slices",
     ),
     "transformers": (
         "data/test_piece_tokenizers", "data/test_tokenizer", "models/language/test_adapters",

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -395,21 +394,6 @@ def check_training(name: str, ranks: list[dict[str, Any]], steps: int) -> None:
             seen.add(weight)
             assert deviation(tensor, expected["gradients"][weight]) < 1e-5, key
     assert seen == set(expected["gradients"])
-
-
-FEW = ("shard 2", "replicate 2", "context 2, ring", "tied, pipeline 2, zero bubble", "biases and norms, tensor 2")
-
-
-def run_few(rank: int, folder: str) -> dict[str, Any]:
-    return {name: trained(MESHES[2][name], model_of(name), TRAINING, counts(2)) for name in FEW}
-
-
-@needs_gloo
-def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
-    """Every dimension of a mesh alone, for two steps."""
-    by_rank = found_by(2, tmp_path, run_few, 120)
-    for name in FEW:
-        check_training(name, [found[name] for found in by_rank.values()], 2)
 
 
 @needs_gloo

@@ -63,10 +63,6 @@ OF_CHECKPOINTS = {1: mesh(), 2: mesh(tensor=2), 4: mesh(tensor=4), 8: mesh(tenso
 TOKENS = range(4)
 
 
-def work_of_two(rank: int, folder: str) -> dict[str, Any]:
-    return trained(mesh(tensor=2), ODD, TRAINING, counts(2))
-
-
 def work(rank: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: trained(config, model, TRAINING, counts(STEPS))
@@ -126,11 +122,6 @@ def check(ranks: list[dict[str, Any]], model: LlamaConfig, steps: int) -> None:
             assert deviation(tensor, expected["gradients"][key.split()[1]]) < 1e-5, key
         assert {JOINED, PARTED} <= found["traffic"].keys()
     assert {key.split()[1] for found in ranks for key in found["gradients"]} == set(expected["gradients"])
-
-
-@needs_gloo
-def test_two_ranks_that_share_a_head_train_as_one_process_does(tmp_path: Path) -> None:
-    check(list(found_by(2, tmp_path, work_of_two, 120).values()), ODD, 2)
 
 
 @needs_gloo
