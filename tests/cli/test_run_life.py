@@ -198,17 +198,23 @@ def interrupted(made: Path, folder: Path, *changes: str, act: Callable[[Progress
     return workflows.train(recipe, folder, on_step=lambda record, progress, total: act(progress)).run
 
 
-@pytest.fixture
-def stopped(made: Path, tmp_path: Path) -> Run:
+@pytest.fixture(scope="module")
+def stopped_once(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that Ctrl-C stopped after 4 of 15 steps, and that was evaluated then."""
 
     def stop(progress: Progress) -> None:
         if progress.step == 4:
             os.kill(os.getpid(), 2)
 
-    run = interrupted(made, tmp_path / "stopped", act=stop)
+    run = interrupted(made, tmp_path_factory.mktemp("once") / "stopped", act=stop)
     workflows.evaluate(run)
-    return run
+    return run.folder
+
+
+@pytest.fixture
+def stopped(stopped_once: Path, tmp_path: Path) -> Run:
+    """That run, of one's own."""
+    return Run(shutil.copytree(stopped_once, tmp_path / "stopped"))
 
 
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str]:
