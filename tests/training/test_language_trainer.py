@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -40,30 +41,52 @@ from cordillera.workflows import scaling
 from tests.distributed.processes import needs_gloo
 
 
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a small recipe with changes, on sentences of very different lengths."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CORDILLERA_CACHE", str(tmp_path / "cache"))
+def enter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder with sentences of very different lengths."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CORDILLERA_CACHE", str(folder / "cache"))
     generator = random.Random(5)
     lines = ("far sea " * (1 + int(generator.paretovariate(0.8)) % 20) for _ in range(60))
     Path("text.jsonl").write_text("".join(json.dumps({"text": f"{n} {line}"}) + "\n" for n, line in enumerate(lines)))
+
+
+def changed(**changes: dict[str, Any]) -> LanguageRecipe:
+    """A small recipe on these sentences, with changes."""
     sizes = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 32, "vocabulary": 258, "context": 64}
+    content: dict[str, dict[str, Any]] = {
+        "data": {"path": "text.jsonl", "tokenizer": "bytes", "held_out": 0.1},
+        "packing": {"tokens": 256, "context": 64},
+        "model": {"name": "llama", **sizes},
+        "training": {"steps": 4, "log_every": 2},
+    }
+    for section, values in changes.items():
+        content[section] = content.get(section, {}) | values
+    found = validate({"device": "cpu", "threads": 1, **content})
+    assert isinstance(found, LanguageRecipe)
+    return found
 
-    def made(**changes: dict[str, Any]) -> LanguageRecipe:
-        content: dict[str, dict[str, Any]] = {
-            "data": {"path": "text.jsonl", "tokenizer": "bytes", "held_out": 0.1},
-            "packing": {"tokens": 256, "context": 64},
-            "model": {"name": "llama", **sizes},
-            "training": {"steps": 4, "log_every": 2},
-        }
-        for section, values in changes.items():
-            content[section] = content.get(section, {}) | values
-        found = validate({"device": "cpu", "threads": 1, **content})
-        assert isinstance(found, LanguageRecipe)
-        return found
 
-    return made
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a small recipe with changes, in a folder with its text."""
+    enter(tmp_path, monkeypatch)
+    return changed
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the recipe without changes."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        enter(folder, monkeypatch)
+        workflows.train(changed(), "a")
+    return folder / "a"
+
+
+@pytest.fixture
+def trained(trained_once: Path, recipe: Any) -> Run:
+    """That run, of one's own, in a folder with the same text."""
+    return Run(shutil.copytree(trained_once, "a"))
 
 
 def places(run: Run, kind: str) -> list[int]:
@@ -134,18 +157,17 @@ def test_a_run_that_was_killed_between_two_records_has_each_once(recipe: Any, ke
     ("key", "old", "new"),
     [("training.learning_rate", "0.0003", "0.0004"), ("seed", "1", "2"), ("packing.tokens", "256", "128")],
 )
-def test_a_recipe_that_was_edited_is_refused_with_both_values(recipe: Any, key: str, old: str, new: str) -> None:
-    run = workflows.train(recipe(), "a").run
+def test_a_recipe_that_was_edited_is_refused_with_both_values(trained: Run, key: str, old: str, new: str) -> None:
     name = key.rpartition(".")[2]
-    text = run.recipe_file.read_text()
+    text = trained.recipe_file.read_text()
     assert f"\n{name} = {old}\n" in text
     edited = text.replace(f"\n{name} = {old}\n", f"\n{name} = {new}\n")
-    run.recipe_file.write_text(edited)
+    trained.recipe_file.write_text(edited)
     with pytest.raises(RunError, match=f"{key}: {old} -> {new}"):
-        workflows.train(run)
-    assert run.recipe_file.read_text() == edited
-    run.recipe_file.write_text(text)
-    assert workflows.train(run).report.ended == "finished"
+        workflows.train(trained)
+    assert trained.recipe_file.read_text() == edited
+    trained.recipe_file.write_text(text)
+    assert workflows.train(trained).report.ended == "finished"
 
 
 def test_weights_that_are_not_finite_never_push_out_the_last_good_checkpoint(
@@ -197,12 +219,11 @@ def test_a_text_smaller_than_one_batch_gives_one_step(recipe: Any) -> None:
     assert found.report.progress.step == 1
 
 
-def test_evaluating_a_run_writes_what_it_found(recipe: Any) -> None:
-    run = workflows.train(recipe(), "a").run
-    before = run.read_json("evaluation.json")
-    (run.folder / "evaluation.json").unlink()
-    found = workflows.evaluate(run)
-    after = run.read_json("evaluation.json")
+def test_evaluating_a_run_writes_what_it_found(trained: Run) -> None:
+    before = trained.read_json("evaluation.json")
+    (trained.folder / "evaluation.json").unlink()
+    found = workflows.evaluate(trained)
+    after = trained.read_json("evaluation.json")
     assert {**before, "seconds": 0} == {**after, "seconds": 0}
     assert after["loss"] == found.loss
 
@@ -320,19 +341,17 @@ def test_what_training_began_with_is_not_needed_to_go_on(recipe: Any, tmp_path: 
         workflows.train(run)
 
 
-def test_a_run_that_was_ended_before_it_described_its_model_can_be_resumed(recipe: Any) -> None:
-    run = workflows.train(recipe(), "a").run
-    (run.folder / "model.json").unlink()
-    assert workflows.train(run).report.ended == "finished"
-    assert (run.folder / "model.json").is_file()
+def test_a_run_that_was_ended_before_it_described_its_model_can_be_resumed(trained: Run) -> None:
+    (trained.folder / "model.json").unlink()
+    assert workflows.train(trained).report.ended == "finished"
+    assert (trained.folder / "model.json").is_file()
 
 
-def test_a_run_in_use_is_left_as_it_is(recipe: Any) -> None:
-    run = workflows.train(recipe(), "a").run
-    files = [path for path in run.folder.rglob("*") if path.is_file() and path.name != ".lock"]
+def test_a_run_in_use_is_left_as_it_is(trained: Run) -> None:
+    files = [path for path in trained.folder.rglob("*") if path.is_file() and path.name != ".lock"]
     before = [path.read_bytes() for path in files]
-    with run.lock(), pytest.raises(RunError, match="another process"):
-        workflows.train(run)
+    with trained.lock(), pytest.raises(RunError, match="another process"):
+        workflows.train(trained)
     assert before == [path.read_bytes() for path in files]
 
 
