@@ -189,6 +189,7 @@ def published_and_adapted(folder: Path, *, layers: tuple[AdaptedLayer, ...] = AD
     return write_step(folder / "step-000000007", model)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("layers", [ADAPTED, ("query", "value")], ids=len)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_computes_the_logits_of_exported_adapters(
