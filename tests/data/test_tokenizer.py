@@ -303,10 +303,10 @@ def _adversarial() -> list[str]:
         "Hello <|eot_id|> wörld, it's 12345 o'clock",
         "漢字かな交じり文 العربية हिन्दी ภาษาไทย 한국어 Ελληνικά 😀👩‍👩‍👧",
         " " * 60_000 + "x" * 60_001 + "\n" * 30_000,
-        "a" * 1_000_000,
+        "a" * 450_000,
         "b" * 25_001 + " " + "c" * 50_001,
         "word " * 200_000,
-        "".join(draw.choice(letters) for _ in range(500_000)),
+        "".join(draw.choice(letters) for _ in range(430_000)),
         "",
     ]
 
