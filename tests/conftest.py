@@ -147,8 +147,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 _take_few_inputs(getattr(item, "obj", None))
     if not hasattr(config, "workerinput"):
         return
-    turns: dict[str, int] = {}
-    scopes = {item: scope_of(item.nodeid, _are_all_short(config)) for item in items}
+    turns, all_short = dict[str, int](), _are_all_short(config)
+    scopes = {item: scope_of(item.nodeid, all_short) for item in items}
     for item, scope in scopes.items():
         turn = 0 if scope == COMMANDS or scope in TOGETHER else 1 if item.get_closest_marker("slow") else 2
         turns[scope] = min(turn, turns.get(scope, turn))
