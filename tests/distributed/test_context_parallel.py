@@ -28,6 +28,7 @@ from tests.distributed.processes import needs_gloo, run_processes
 SIZES = (1, 2, 3, 4)
 TRANSPORTS = ("all_gather", "ring")
 HEADS, KV_HEADS, DIM = 4, 2, 8
+HANGS_S = 3.0  # that others wait for a rank that hangs
 
 
 @dataclass(frozen=True)
@@ -172,24 +173,28 @@ def run_into_refusals(rank: int) -> dict[str, str]:
 
 
 def run_into_faults(rank: int, leave: Callable[[], None]) -> dict[str, Any]:
-    """Rank 3 hangs in the backward of a ring, then dies in one, after it has left what it found."""
+    """Rank 3 hangs before the backward of a ring, until the others give up, then dies, after it left what it found."""
     found: dict[str, Any] = {}
-    for name, deadline in (("hangs", 1.0), ("dies", 30.0)):
-        config = ContextParallelConfig(transport="ring", deadline_s=deadline)
+    for name, deadline in (("hangs", HANGS_S), ("dies", 30.0)):
+        config = ContextParallelConfig(transport="ring", deadline_s=30.0)
         attention = ContextParallelAttention(config, dist.new_group(list(range(4))))
         attention.use(per_document([64], 4))
         q, k, v, dout = (attention.shard(x) for x in Case("", attention.plan, 0).tensors())
         out = attention(q.requires_grad_(), k, v)
+        attention._links.deadline_s = deadline  # from here on: a busy machine has time to come to it
+        dist.barrier()
         start = time.perf_counter()
         try:
             if rank == 3 and name == "hangs":
-                time.sleep(3)
+                dist.barrier()  # which the others reach once they have given up
             elif rank == 3:
                 leave()
                 os.kill(os.getpid(), signal.SIGKILL)
             out.backward(dout)
         except PeerError as error:
             found[name] = {"peer": error.peer, "text": str(error), "seconds": time.perf_counter() - start}
+        if rank < 3 and name == "hangs":
+            dist.barrier()
     return found
 
 
@@ -285,12 +290,14 @@ def test_a_rank_that_hangs_or_dies_is_noticed_in_time(executed: dict[int, dict[s
     """By its neighbours, who name it, and by those who wait for them."""
     for rank in range(3):
         hung, died = (executed[rank]["faults"][name] for name in ("hangs", "dies"))
-        assert 0.9 < hung["seconds"] < 3
-        assert "did not exchange" in hung["text"]
+        assert hung["seconds"] < 20
+        assert "did not exchange" in hung["text"] or "broke" in hung["text"]  # by a neighbour that gave up before
         assert "broke" in died["text"]
         assert died["seconds"] < 20
-    assert executed[0]["faults"]["hangs"]["peer"] == 3
-    assert "rank 3 did not exchange keys and values again within 1 s" in executed[0]["faults"]["hangs"]["text"]
+    first = executed[0]["faults"]["hangs"]
+    assert first["peer"] == 3
+    assert first["seconds"] > 0.9 * HANGS_S
+    assert f"rank 3 did not exchange keys and values again within {HANGS_S:g} s" in first["text"]
 
 
 def test_without_a_process_group_there_is_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
