@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ import torch
 from cordillera.models.language.checkpoints import load
 from cordillera.run import Run
 from cordillera.training import checkpoints
-from tests.distributed.processes import needs_gloo
+from tests.distributed.processes import free_port, needs_gloo
 
 RECIPE = """
 description = "a small Llama on made-up sentences"
@@ -305,7 +304,7 @@ def gone(process, deadline=60):
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="only Linux tells a process's environment")
 def test_a_rank_that_dies_is_named_the_run_goes_on_and_ctrl_c_saves(recipe, tmp_path):
     folder = tmp_path / "endless"
-    endless = ("--nproc", "2", "--set", "training.steps=100000", "--set", "parallel.deadline_s=5")
+    endless = ("--nproc", "2", "--set", "training.steps=100000", "--set", "parallel.deadline_s=20")
     process = start(recipe, folder, *endless)
     wait_for_step(folder, process, 4)
     os.kill(ranks_of(process)[1], signal.SIGKILL)
@@ -335,8 +334,7 @@ def test_a_rank_that_dies_is_named_the_run_goes_on_and_ctrl_c_saves(recipe, tmp_
 def test_of_processes_that_a_launcher_started_the_first_alone_says_what_is_wrong(recipe, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/recipe.toml").write_text("")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     processes = [start(recipe, tmp_path / "a", variables=rank) for rank in ranks]
     said = [process.communicate(timeout=240)[0] for process in processes]

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from cordillera.distributed.tracing.flight_recorder import to_flight_recorder
 from cordillera.distributed.tracing.rank_trace import RankTrace
 from cordillera.errors import CordilleraError, DataError, PlanError
 from tests.conftest import ROOT
-from tests.distributed.processes import needs_gloo
+from tests.distributed.processes import free_port, needs_gloo
 
 LIMIT_S = 60.0
 PROGRAM = ROOT / "docs" / "blame.md"
@@ -39,11 +38,6 @@ def program() -> str:
     found = re.search(r'```python title="debugged.py"\n(.*?)```', PROGRAM.read_text(), re.DOTALL)
     assert found is not None
     return found[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return int(one.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -73,15 +67,15 @@ def job(folder: Path, backend: str) -> Iterator[tuple[list[subprocess.Popen[byte
             one.wait()
 
 
-def shown(address: str, wanted: str, folder: Path) -> str:
-    """The page once it has some words."""
+def shows(address: str, folder: Path, *wanted: str) -> None:
+    """Wait until a page has all of some words."""
     text, until = "", time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         with contextlib.suppress(OSError):
             with urllib.request.urlopen(address, timeout=20) as answer:
                 text = html.unescape(answer.read().decode())
-            if wanted in text:
-                return text
+            if all(words in text for words in wanted):
+                return
         time.sleep(0.3)
     raise AssertionError(text + "".join((folder / f"{rank}.log").read_text() for rank in range(2)))
 
@@ -92,15 +86,15 @@ def shown(address: str, wanted: str, folder: Path) -> str:
 def test_the_page_names_the_rank_that_the_other_waits_for_while_the_job_runs(backend: str, tmp_path: Path) -> None:
     pytest.importorskip("tabulate", reason="torch's debug server needs it")
     with job(tmp_path, backend) as (ranks, address):
-        text = shown(address + "?after=0.5", "RANK_NOT_JOINED", tmp_path)
-        assert "rank 1 has not joined all_reduce 6 of communicator 0 (default_pg)" in text
-        assert "1 of 2 ranks waits for others and is not to blame" in text
+        absent = "rank 1 has not joined all_reduce 6 of communicator 0 (default_pg)"
+        victim = "1 of 2 ranks waits for others and is not to blame"
+        shows(address + "?after=0.5", tmp_path, "RANK_NOT_JOINED", absent, victim)
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        assert "rank 1 did not answer" in shown(address + "?after=0.5", "RANK_UNRESPONSIVE", tmp_path)
+        shows(address + "?after=0.5", tmp_path, "RANK_UNRESPONSIVE", "rank 1 did not answer")
         os.kill(ranks[1].pid, signal.SIGKILL)
-        assert "rank 1 died" in shown(address, "RANK_PROCESS_DEAD", tmp_path)
+        shows(address, tmp_path, "RANK_PROCESS_DEAD", "rank 1 died")
         for after, said in (("x%22%3E", 'x"> is not a number of seconds'), ("nan", "nan is not a time in seconds")):
-            with urllib.request.urlopen(f"{address}?after={after}", timeout=20) as answer:
+            with urllib.request.urlopen(f"{address}?after={after}", timeout=60) as answer:
                 page = answer.read().decode()
             assert said in html.unescape(page)
             assert 'x">' not in page

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from cordillera.distributed.job.heartbeats import Beat, HeartbeatBoard, Verdict,
 from cordillera.distributed.job.store import JobStore
 from cordillera.distributed.job.watchdog import ABANDONED, Watchdog, WatchdogConfig
 from cordillera.errors import PeerError, RankError
-from tests.distributed.processes import needs_gloo
+from tests.distributed.processes import free_port, needs_gloo
 
 pytestmark = needs_gloo
 
@@ -202,9 +201,7 @@ def processes(
     folder: Path, how: str, ranks: tuple[int, ...] = (0, 1)
 ) -> Iterator[list[tuple[subprocess.Popen[bytes], Path]]]:
     """Of two ranks, and what they write, without any launcher: rank 0 holds the store."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     job |= {"PYTHONPATH": os.pathsep.join(sys.path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     begun = []
     try:
