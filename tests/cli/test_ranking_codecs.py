@@ -10,8 +10,7 @@ import pytest
 from cordillera.distributed.codecs.choice import CodecChoice
 from cordillera.training.ranking.codecs import CODECS_FILE
 from tests.cli.conftest import write_log
-from tests.cli.test_language_commands import wait_for_step
-from tests.cli.test_ranking_processes import RECIPE, ends, ne, needs_processes, same_bits, train, trained
+from tests.cli.test_ranking_processes import RECIPE, ends, ne, needs_processes, same_bits, signalled, trained
 from tests.distributed.processes import needs_gloo
 
 PARALLEL = '\n[parallel]\ncodec = "auto-bounded"\ncopies = 1\ncopied_rows = 0\n'
@@ -36,10 +35,7 @@ def test_a_resumed_run_keeps_the_codecs_it_began_with(tmp_path: Path) -> None:
     said = trained(tmp_path, "small.toml", "--run", "whole", *more)
     assert "codecs: " not in said  # nothing is measured
     assert ne(tmp_path / "whole") != ne(tmp_path / "measured")
-    process = train(tmp_path, "small.toml", "--run", "stopped", *more)
-    wait_for_step(tmp_path / "stopped", process, 8)
-    process.send_signal(signal.SIGINT)
-    ends(process, 130)
+    ends(signalled(tmp_path, signal.SIGINT, 8, "small.toml", "--run", "stopped", *more), 130)
     (tmp_path / "given.json").unlink()
     trained(tmp_path, "stopped", "--resume")
     same_bits(tmp_path / "stopped", tmp_path / "whole")

@@ -30,7 +30,7 @@ from cordillera.workflows import ranking
 from cordillera.workflows.trained import recipe_of, restore_model
 from tests.cli.conftest import write_log
 from tests.cli.test_kills import content
-from tests.cli.test_language_commands import gone, ranks_of, spawn, wait_for_step
+from tests.cli.test_language_commands import gone, spawn
 from tests.distributed.processes import needs_gloo
 
 RECIPE = """
@@ -72,14 +72,46 @@ checkpoint_every = 2
 """
 
 
+# The command with a signal for its rank 1 before a step, or for the launcher if it asks to stop: that rank then waits
+# until it is asked, so that no run ends before the signal.
+SIGNALLED = """
+import os, signal, time
+from pathlib import Path
+
+if __name__ == "__main__":
+    from cordillera.__main__ import main
+
+    os.environ["LAUNCHER"] = str(os.getpid())
+    main()
+else:  # in a rank
+    from cordillera.training.ranking.trainer import Trainer
+
+    number, at, step = int(os.environ["SIGNAL"]), int(os.environ["SIGNAL_AT"]), Trainer._step
+
+    def signalled(trainer, *given):
+        if os.environ["RANK"] == "1" and trainer.progress.step == at:
+            Path("signalled").write_text(str(time.monotonic()))
+            if number == signal.SIGINT:
+                os.kill(int(os.environ["LAUNCHER"]), number)
+                while not trainer.ranks.watchdog.should_stop:
+                    time.sleep(0.01)
+            else:
+                os.kill(os.getpid(), number)
+        step(trainer, *given)
+
+    Trainer._step = signalled
+"""
+
 needs_processes = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="only Linux tells a process's environment"
 )
 
 
-def train(folder: Path, *arguments: object) -> Any:
-    """Start the command in a process of its own."""
-    return spawn([sys.executable, "-m", "cordillera", "train", *map(str, arguments)], folder)
+def signalled(folder: Path, number: signal.Signals, at: int, *arguments: object) -> Any:
+    """Start the command in a process of its own; it gets a signal once ``at`` steps are done."""
+    (folder / "signalled.py").write_text(SIGNALLED)
+    command = [sys.executable, folder / "signalled.py", "train", *map(str, arguments)]
+    return spawn(command, folder, {"SIGNAL": str(int(number)), "SIGNAL_AT": str(at)})
 
 
 def trained(folder: Path, *arguments: object) -> str:
@@ -338,9 +370,8 @@ def test_processes_of_torchrun_end_at_the_same_bits(made: Path, whole: Path) -> 
 @pytest.mark.timeout(1200)
 @needs_processes
 def test_sums_of_bags_end_where_rows_do_and_go_on_with_other_numbers_of_processes(made: Path, whole: Path) -> None:
-    process = train(made, "small.toml", "--run", "bags", "--nproc", 2, "--set", "parallel.pool='bags'")
-    wait_for_step(made / "bags", process, 8)
-    process.send_signal(signal.SIGINT)
+    bags = ("--run", "bags", "--nproc", 2, "--set", "parallel.pool='bags'")
+    process = signalled(made, signal.SIGINT, 8, "small.toml", *bags)
     assert "bags of 3 summed by their holders" in ends(process, 130)
     assert "resumed at step" in trained(made, "bags", "--resume", "--nproc", 3)
     assert ne(made / "bags") == pytest.approx(ne(whole), abs=1e-6)
@@ -357,20 +388,14 @@ def test_sums_of_bags_end_where_rows_do_and_go_on_with_other_numbers_of_processe
 @needs_processes
 def test_a_killed_rank_is_named_ctrl_c_saves_and_the_run_goes_on_to_the_same_bits(made: Path, whole: Path) -> None:
     folder = made / "killed"
-    process = train(made, "small.toml", "--run", "killed", "--nproc", 2)
-    wait_for_step(folder, process, 8)
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
-    said = ends(process, 2)
+    said = ends(signalled(made, signal.SIGKILL, 8, "small.toml", "--run", "killed", "--nproc", 2), 2)
     assert len(re.findall("^error: ", said, re.MULTILINE)) == 1
     for words in ("rank 1", "SIGKILL", "--resume"):
         assert words in said, said
     reached = checkpoints.steps(folder / "checkpoints")[-1]
-    assert reached < 122
+    assert reached <= 8
 
-    process = train(made, "killed", "--resume")
-    wait_for_step(folder, process, reached + 8)
-    process.send_signal(signal.SIGINT)
-    said = ends(process, 130)
+    said = ends(signalled(made, signal.SIGINT, reached + 8, "killed", "--resume"), 130)
     step = int(re.search(r"interrupted at step ([\d,]+); everything is saved", said)[1].replace(",", ""))  # type: ignore[index]
     assert checkpoints.steps(folder / "checkpoints")[-1] == step
     assert "over 2 processes" in said
@@ -386,13 +411,10 @@ def test_a_killed_rank_is_named_ctrl_c_saves_and_the_run_goes_on_to_the_same_bit
 @pytest.mark.timeout(1200)
 @needs_processes
 def test_a_stopped_rank_is_named_in_time_and_other_numbers_of_processes_go_on(made: Path, whole: Path) -> None:
-    process = train(made, "small.toml", "--run", "still", "--nproc", 2, "--set", "parallel.deadline_s=5")
-    wait_for_step(made / "still", process, 8)
-    victim = ranks_of(process)[1]
-    os.kill(victim, signal.SIGSTOP)
-    began = time.monotonic()
-    said = ends(process, 2)
-    assert time.monotonic() - began < 30  # the deadline, and what a busy machine needs to end the processes
+    still = ("--run", "still", "--nproc", 2, "--set", "parallel.deadline_s=8")
+    said = ends(signalled(made, signal.SIGSTOP, 8, "small.toml", *still), 2)
+    began = float((made / "signalled").read_text())
+    assert time.monotonic() - began < 40  # the deadline, and what a busy machine needs to end the processes
     assert "rank 1" in said
     assert len(re.findall("^error: ", said, re.MULTILINE)) == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -22,8 +21,7 @@ from cordillera.workflows import ranking
 from cordillera.workflows.trained import recipe_of, restore_model
 from tests.cli.conftest import write_log
 from tests.cli.test_kills import CLOCKED
-from tests.cli.test_language_commands import ranks_of, wait_for_step
-from tests.cli.test_ranking_processes import RECIPE, ends, needs_processes, train, trained
+from tests.cli.test_ranking_processes import RECIPE, ends, needs_processes, signalled, trained
 from tests.distributed.processes import needs_gloo
 
 
@@ -103,9 +101,7 @@ def test_many_processes_end_at_the_bits_of_one(made: Path, alone: Path, processe
 @pytest.mark.timeout(1200)
 @needs_processes
 def test_a_killed_run_goes_on_over_other_numbers_of_processes_to_the_bits_of_one(made: Path, alone: Path) -> None:
-    process = train(made, "sliced.toml", "--run", "killed", "--nproc", 2)
-    wait_for_step(made / "killed", process, 8)
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    process = signalled(made, signal.SIGKILL, 8, "sliced.toml", "--run", "killed", "--nproc", 2)
     assert "rank 1" in ends(process, 2)
     reached = checkpoints.steps(made / "killed/checkpoints")[-1]
     assert 0 < reached < 122
@@ -113,10 +109,8 @@ def test_a_killed_run_goes_on_over_other_numbers_of_processes_to_the_bits_of_one
     assert f"resumed at step {reached}" in trained(made, "killed, alone", "--resume", "--nproc", 1)
     same(made / "killed, alone", alone)
 
-    process = train(made, "killed", "--resume", "--nproc", 3, "--set", "parallel.cuts=['rows']",
-                    "--set", "parallel.copied_rows=0")  # fmt: skip
-    wait_for_step(made / "killed", process, reached + 4)
-    process.send_signal(signal.SIGINT)
+    by_rows = ("--set", "parallel.cuts=['rows']", "--set", "parallel.copied_rows=0")
+    process = signalled(made, signal.SIGINT, reached + 4, "killed", "--resume", "--nproc", 3, *by_rows)
     assert f"resumed at step {reached}" in ends(process, 130)
     (step,) = checkpoints.steps(made / "killed/checkpoints")[-1:]
     prioritised = ("--set", "parallel.exchange='prioritised'")

@@ -17,7 +17,6 @@ from cordillera.planning.ranking.placement import Placement, TablePart
 from cordillera.recipe import RankingRecipe, load
 from cordillera.workflows import ranking
 from tests.cli.conftest import write_log
-from tests.cli.test_language_commands import wait_for_step
 from tests.cli.test_ranking_processes import (
     RECIPE,
     ends,
@@ -26,7 +25,7 @@ from tests.cli.test_ranking_processes import (
     needs_processes,
     none_starts,
     same_bits,
-    train,
+    signalled,
     trained,
 )
 from tests.distributed.processes import needs_gloo
@@ -85,9 +84,7 @@ def test_two_hosts_of_two_processes_end_where_one_process_does_and_resume_to_the
     evaluated = workflows.evaluate(made / "evaluated", "test")
     assert evaluated.tasks["click"].metrics["ne"] == pytest.approx(ne(made / "whole"), abs=1e-6)
 
-    process = train(made, "small.toml", "--run", "stopped", *FOUR)
-    wait_for_step(made / "stopped", process, 8)
-    process.send_signal(signal.SIGINT)
+    process = signalled(made, signal.SIGINT, 8, "small.toml", "--run", "stopped", *FOUR)
     assert "everything is saved" in ends(process, 130)
     for name in ("other", "one"):
         shutil.copytree(made / "stopped", made / name)
