@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +23,7 @@ from cordillera.recipe import load
 from cordillera.training import checkpoints
 from cordillera.workflows import model_of
 from cordillera.workflows.injection import _rounds, components_of, replay_of
+from tests.cli.test_kills import computed
 
 FEW = ["--set", "training.epochs=1"]
 DLRM = """
@@ -177,6 +179,7 @@ def _nan_in_the_bias_of_the_last_layer(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells how long a process has computed")
 def test_ctrl_c_keeps_what_was_found(cli, recipe, tmp_path):
     assert cli("train", with_model(recipe, DLRM), "--run", "runs/a", "-q", *FEW).code == 0
     command = [sys.executable, "-m", "cordillera", "inject", "runs/a", "-n", str(1 << 24), "--samples", "20"]
@@ -185,7 +188,12 @@ def test_ctrl_c_keeps_what_was_found(cli, recipe, tmp_path):
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     assert any(line.startswith("model:") for line in lines)
-    time.sleep(1.5)
+    # from then on it injects, however long a busy machine takes to let it compute
+    before, until = computed([process.pid]), time.monotonic() + 120
+    while computed([process.pid]) < before + 1.5:
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output

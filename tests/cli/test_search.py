@@ -811,11 +811,18 @@ def test_a_worker_that_is_killed_fails_one_trial(files: Any) -> None:
         candidates = [graph({**LINEAR, "width": width}) for width in (4, 5, 6)]
         trials: dict[int, SearchTrial] = {}
         found = workers.try_all([{**candidates[0], "training.epochs": 10**4}, *candidates[1:]])
-        timer = threading.Timer(8.0, lambda: os.kill(workers._workers[0].process.pid or 0, signal.SIGKILL))
-        timer.start()
+
+        def kill() -> None:
+            while not (workers._workers and workers._workers[0].number == 0):
+                time.sleep(0.02)
+            time.sleep(8)  # by then it trains, and goes on for minutes
+            os.kill(workers._workers[0].process.pid or 0, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
         for index, trial in found:
             trials[index] = trial
-        timer.join()
+        killer.join()
         assert sorted(trials) == [0, 1, 2]
         assert (trials[0].stage, trials[0].why) == ("process", "its process ended with signal 9")
         assert trials[1].is_finished
@@ -867,9 +874,9 @@ def left_over(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_search_that_is_stopped_goes_on(cli: Any, files: Any, tmp_path: Path, number: signal.Signals) -> None:
-    arguments = ("search", files[0], "--space", files[1], "--trials", 8, "--batch", 3, "--workers", 1, "--set",
+    arguments = ("search", files[0], "--space", files[1], "--batch", 3, "--workers", 1, "--set",
                  "data.synthetic.rows=6000")  # fmt: skip
-    process = started(tmp_path, *arguments, "--run", "stopped")
+    process = started(tmp_path, *arguments, "--trials", 1000, "--run", "stopped")
     wait_for_lines(tmp_path / "stopped" / "metrics.jsonl", 2, process)
     if number == signal.SIGKILL:
         process.kill()
@@ -885,9 +892,9 @@ def test_a_search_that_is_stopped_goes_on(cli: Any, files: Any, tmp_path: Path, 
         time.sleep(0.2)
     assert not left_over(tmp_path)
     before = entries(tmp_path / "stopped")
-    assert 2 <= len(before) < 8
+    assert len(before) >= 2
     for folder in ("stopped", "whole"):
-        result = cli(*arguments, "--run", folder)
+        result = cli(*arguments, "--trials", max(8, len(before) + 2), "--run", folder)
         assert result.code == 0, result.err
     after = {one["number"]: one for one in entries(tmp_path / "stopped")}
     assert [after[one["number"]] for one in before] == before
@@ -896,7 +903,8 @@ def test_a_search_that_is_stopped_goes_on(cli: Any, files: Any, tmp_path: Path, 
 
 @pytest.mark.slow
 def test_ctrl_c_while_workers_start_prints_no_traceback(files: Any, tmp_path: Path) -> None:
-    process = started(tmp_path, "search", files[0], "--space", files[1], "--workers", 2, "--run", "stopped")
+    process = started(tmp_path, "search", files[0], "--space", files[1], "--workers", 2, "--run", "stopped",
+                      "--set", "training.epochs=10000")  # fmt: skip
     until = time.monotonic() + 120
     while len(left_over(tmp_path)) < 3 and time.monotonic() < until:  # it and two workers, or what tracks resources
         time.sleep(0.02)

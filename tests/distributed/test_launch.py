@@ -44,14 +44,14 @@ def sleep(rank: int, seconds: float) -> float:
 def test_a_process_alone_needs_no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = job_launch.WatchdogConfig
     monkeypatch.setattr(job_launch, "WatchdogConfig", lambda deadline_s: plain(deadline_s, join_s=0.5))
-    assert launch(sleep, 1, (3.0,), config=LaunchConfig(deadline_s=1.0)) == 3.0
+    assert launch(sleep, 1, (3.0,), config=LaunchConfig(deadline_s=2.5)) == 3.0
     asked = [0]
 
     def stop() -> int:
         asked[0] += 1
         return 1
 
-    assert launch(sleep, 1, (3.0,), config=LaunchConfig(deadline_s=1.0), asked=stop) == 3.0
+    assert launch(sleep, 1, (3.0,), config=LaunchConfig(deadline_s=2.5), asked=stop) == 3.0
     assert asked[0] > 1
 
 
@@ -293,6 +293,8 @@ def train(rank: int, folder: str) -> int:
             dist.all_reduce(is_asked)
             if step == 3:
                 Path(folder, f"{rank}.begun").touch()
+            if is_asked:
+                Path(folder, f"{rank}.asked").touch()
             if is_asked and not Path(folder, "endless").exists():
                 Path(folder, f"{rank}.stopped").write_text(str(step))
                 return step
@@ -342,7 +344,10 @@ def signalled(folder: Path, how: str) -> tuple[int, str, str]:
             else:
                 parent.send_signal({"killed": signal.SIGKILL, "twice": signal.SIGHUP}[how])
             if how == "twice":
-                time.sleep(2)
+                while not list(folder.glob("*.asked")):
+                    assert time.monotonic() < until
+                    time.sleep(0.05)
+                time.sleep(2)  # signals within a second count as one
                 parent.send_signal(signal.SIGINT)
             out, err = parent.communicate(timeout=100)
         finally:

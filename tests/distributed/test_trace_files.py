@@ -102,12 +102,16 @@ def _gloo(rank: int, folder: str) -> dict[str, Any]:
     dist.all_reduce(tensor)
     dist.broadcast(tensor, 0)
     work = dist.all_reduce(tensor, async_op=True) if rank == 0 else None
-    time.sleep(0.3)  # Gloo records the end of an operation a moment after it
+    until = time.monotonic() + 30  # Gloo records the end of an operation a moment after it
+    while sum(one["retired"] for one in json.loads(_dump_fr_trace_json())["entries"]) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
     Path(folder, "pickle").mkdir(exist_ok=True)
     Path(folder, "json").mkdir(exist_ok=True)
     Path(folder, "pickle", f"trace_{rank}").write_bytes(_dump_fr_trace())
     Path(folder, "json", f"trace_{rank}.json").write_bytes(_dump_fr_trace_json())
     if rank == 1:
+        while not Path(folder, "json", "trace_0.json").exists():  # rank 0 waits in its traces
+            time.sleep(0.01)
         dist.all_reduce(tensor)
     else:
         assert work is not None
