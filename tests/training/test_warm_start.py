@@ -18,6 +18,7 @@ from cordillera.data.ranking.encoding import Encoder
 from cordillera.data.ranking.features import Schema
 from cordillera.errors import CheckpointError, DataError, RecipeError, RunError
 from cordillera.recipe import RankingRecipe, load, validate
+from cordillera.run import Run
 from cordillera.workflows.trained import model_of, start_from
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -284,7 +285,7 @@ def test_other_labels_or_another_order_are_refused(tmp_path: Path, two_labels: P
 def test_features_in_another_order_are_refused(tmp_path: Path, day_1: Path) -> None:
     """Weights are taken by the places of features: those of others would be taken in silence."""
     names = [{"name": "item"}, {"name": "user"}]
-    with pytest.raises(CheckpointError, match="day-1 reads the features .*user, item.* here they are .*item, user"):
+    with pytest.raises(CheckpointError, match=r"day-1 reads the features .*user, item.* here they are .*item, user"):
         workflows.train(after(tmp_path, day_1, data__schema__categorical=names), tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
@@ -295,8 +296,8 @@ def test_a_run_goes_on_with_a_copy_of_its_file_and_with_no_other(tmp_path: Path)
     run = workflows.train(recipe_of(tmp_path, path, **endless), tmp_path / "run").run.folder
     copy = Path(shutil.copy(path, tmp_path / "copy.csv"))
     path.unlink()
-    longer = recipe_of(tmp_path, copy, training__epochs=3, **endless)
-    assert workflows.train(longer, run, resume=True).report.progress.epoch == 3
-    other = recipe_of(tmp_path, write_day(copy, 1, noise=1), training__epochs=4, **endless)
+    outcome = workflows.train(Run(run), changes=[f"data.path={copy}", "training.epochs=3"])
+    assert outcome.report.progress.epoch == 3
+    write_day(copy, 1, noise=1)
     with pytest.raises(DataError, match="has changed since the run began"):
-        workflows.train(other, run, resume=True)
+        workflows.train(Run(run), changes=["training.epochs=4"])

@@ -58,7 +58,7 @@ class Losses:
         """Return the NE of the first task by these losses and by ``other`` losses."""
         known = ~np.isnan(self.labels)
         weights = known * (1.0 if self.weights is None else self.weights)
-        share = float(weights @ np.nan_to_num(self.labels) / weights.sum())
+        share = float((weights * np.nan_to_num(self.labels)).sum() / weights.sum())
         entropy = -(share * math.log(share) + (1 - share) * math.log1p(-share)) if 0 < share < 1 else math.nan
         own, others = (float((weights * one.task_losses).sum() / weights.sum()) for one in (self, other))
         return own / entropy, others / entropy

@@ -139,14 +139,14 @@ class ComparisonTable(ABC):
                 parts.append([])
             parts[-1].append(i)
         tables = []
-        for part in parts:
+        for own in parts:
             table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-            for i in (*named, *part):
+            for i in (*named, *own):
                 table.add_column(
                     columns[i][0], justify="left" if i in named else "right", overflow="fold", vertical="top"
                 )
             for line in cells:
-                table.add_row(*(line[i] for i in (*named, *part)))
+                table.add_row(*(line[i] for i in (*named, *own)))
             tables.append(Padding(table, (0, 0, 1, 0), expand=False))
         return Group(*tables, "\n".join(self.notes))
 
