@@ -598,9 +598,13 @@ def test_files_hold_what_they_should(tmp_path: Path) -> None:
     assert cells + copied == numbers_in_tables(planned.explorer.workload)
     assert {part["device"] for part in content["placement"]} <= set(range(best["layout"]["group"]))
     assert planned.what_if[0].seconds > planned.found.best.seconds
+    assert [case["what"] for case in content["what_if"]] == ["rack.latency_s*=1000"]
+    assert content["what_if"][0]["seconds"] == planned.what_if[0].seconds
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<svg") == 3  # none over links that nothing crosses
     assert "placement alone" in page
+    assert "<h2>What if</h2>" in page
+    assert "rack.latency_s*=1000" in page
     assert not re.search(r"\b(nan|inf)\b", page, re.IGNORECASE)
     trace = json.loads((tmp_path / "trace.json").read_text())
     names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]

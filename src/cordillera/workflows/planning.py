@@ -414,17 +414,11 @@ def _searched(explorer: Any, only: Iterable[SearchDimension]) -> Any:
 
 def _write(planned: Planned | PlannedRecommender, compared: Mapping[str, Any], changed: Sensitivity | None) -> None:
     """Write the files of a search, which show the plans of smaller searches and the effects of other networks."""
-    if isinstance(planned, PlannedRecommender):
-        seen = (planned.explorer, planned.found, planned.production)
-        written = recommender_export.to_json(*seen)
-        page = recommender_export.page(*seen, compared, changed)
-        trace = recommender_export.chrome_trace(planned.found.best.step.timeline)
-    else:
-        explorer, found, base, cases = planned.explorer, planned.found, planned.production, planned.what_if
-        written = export.to_json(explorer, found, base, cases)
-        page = export.page(explorer, found, base, compared, changed, cases)
-        trace = export.chrome_trace(found.best.step.timeline)
-    write(dict(zip(planned.files.values(), (plan_text(written), page, trace), strict=True)))
+    shown: Any = recommender_export if isinstance(planned, PlannedRecommender) else export
+    seen, cases = (planned.explorer, planned.found, planned.production), planned.what_if
+    text, page = plan_text(shown.to_json(*seen, cases)), shown.page(*seen, compared, changed, cases)
+    trace = shown.chrome_trace(planned.found.best.step.timeline)
+    write(dict(zip(planned.files.values(), (text, page, trace), strict=True)))
 
 
 def _no_products(option: str) -> PlanError:

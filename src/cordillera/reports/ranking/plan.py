@@ -8,6 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from cordillera.numbers import shown
+from cordillera.planning.language.what_if import Case
 from cordillera.planning.ranking.exchange import CAUSES, STREAMS, Operation
 from cordillera.planning.ranking.explorer import RecommenderExplorer, TableExploration, TablePlan
 from cordillera.planning.sensitivity import Sensitivity
@@ -70,12 +71,19 @@ def reasons(best: TablePlan, base: TablePlan) -> list[str]:
     return found
 
 
-def to_json(explorer: RecommenderExplorer, found: TableExploration, base: TablePlan) -> dict[str, Any]:
+def to_json(
+    explorer: RecommenderExplorer, found: TableExploration, base: TablePlan, cases: Sequence[Case] = ()
+) -> dict[str, Any]:
     """Return the content of ``plan.json``: the best plans, and the placement of every part of a table in the first.
 
-    The arguments ``explorer``, ``found`` and ``base`` are those of :func:`page`.
+    The arguments ``explorer``, ``found``, ``base`` and ``cases`` are those of :func:`page`.
     """
-    return {**plans.content(explorer, found, base), "layouts": found.layouts, "placement": found.best.placement()}
+    return {
+        **plans.content(explorer, found, base),
+        "layouts": found.layouts,
+        "placement": found.best.placement(),
+        "what_if": [case.to_json() for case in cases],
+    }
 
 
 def page(
@@ -84,6 +92,7 @@ def page(
     base: TablePlan,
     compared: Mapping[str, TablePlan],
     changes: Sensitivity | None,
+    cases: Sequence[Case] = (),
 ) -> str:
     """Return ``plan.html``: a self-contained page for the screen (light and dark) and for paper.
 
@@ -93,6 +102,7 @@ def page(
         base: The production-like plan.
         compared: Best plans of smaller searches, by name, for comparison.
         changes: Effects of other networks; None for none.
+        cases: Changes of the cluster under which the best plan was simulated.
     """
     memory = [("production-like", base.step.memory)]
     memory += [(name, plan.step.memory) for name, plan in compared.items()]
@@ -105,4 +115,5 @@ def page(
         memory=bars("Memory by plan", memory, {name: name for name in _MEMORY}, plans.gigabytes),
         held=plans.colours({name: name.capitalize() for name in _MEMORY}, [parts for _, parts in memory]),
         shown=_shown(found.best.step.timeline),
+        cases=cases,
     )
