@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +24,10 @@ from cordillera.planning.language.what_if import again
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.pipeline.simulator import simulate
+from cordillera.planning.ranking.exchange import TableLayout
 from cordillera.planning.ranking.explorer import RecommenderExplorer
 from cordillera.topology import Device, DeviceGroup, Topology
-from cordillera.workflows.planning import calibrate
+from cordillera.workflows import planning as commands
 from tests.planning.flows import route
 
 FAST = topology.load("two-buildings").changed(
@@ -206,6 +209,37 @@ def test_each_device_has_its_own_memory() -> None:
     assert again(last, last.evaluate(own), "same", last.topology).note == ""
 
 
+@pytest.mark.parametrize("groups", [[("building", 1, OLD)], [("host", 1, OLD), ("building", 1, A100)]])
+def test_a_generation_that_a_change_brings_into_use_computes_as_itself(groups: list[tuple[str, int, Device]]) -> None:
+    """Half as many hosts in each building, so that a plan for the first takes half of its devices from the second."""
+    cluster, own = mixed(*groups), read_layout("tensor=8", 32, WORK)
+    narrow = cluster.changed({"pod.members": 1})
+    before, after = (Explorer(WORK, one, devices=32) for one in (cluster, narrow))
+    assert len(after.costs) == len(before.costs) + 1
+    assert before.again(before.evaluate(own), narrow).parts == after.evaluate(own).step.parts
+    assert after.again(after.evaluate(own), cluster).parts == before.evaluate(own).step.parts
+    assert after.evaluate(own).seconds > before.evaluate(own).seconds
+
+
+def test_a_change_under_which_the_plan_cannot_run_is_warned_of_and_the_plan_is_written(tmp_path: Path) -> None:
+    text = Path(str(topology.resources.files("cordillera.clusters") / "two-buildings.toml")).read_text()
+    (tmp_path / "mine.toml").write_text(
+        text + '\n[[groups]]\nlevel = "building"\ndomain = 1\ndevice = { name = "old", matrix_flops_per_s = 312e12, '
+        "memory_bytes = 40e9, memory_bytes_per_s = 1555e9, nic_bytes_per_s = 25e9 }\n"
+    )
+    (tmp_path / "small.toml").write_text(
+        "batch = 8\nsequence = 64\n[model]\nlayers = 2\nhidden = 32\nheads = 4\nvocabulary = 64\n"
+    )
+    changes = ["host.members=2", "rack.members=1", "pod.members=2", "building.members=1"]
+    with pytest.warns(UserWarning, match=r"^with pod\.members=1: has no FP8"):
+        made = commands.plan(
+            tmp_path / "small.toml", tmp_path / "mine.toml", tmp_path / "p", devices=4, changes=changes,
+            layouts=["tensor=2,fp8=linear"], what_if=["pod.members=1", "host.latency_s*=2"],
+        )  # fmt: skip
+    assert [case.what for case in made.what_if] == ["host.latency_s*=2"]
+    assert made.files["plan.json"].exists()
+
+
 def test_devices_of_one_kind_in_use_are_a_cluster_of_one_kind() -> None:
     cluster, layout = mixed(("building", 1, A100)), read_layout("tensor=8,pipeline=2", 32, WORK)
     part, whole = (Explorer(WORK, one, devices=32) for one in (cluster, FAST))
@@ -243,7 +277,11 @@ def test_what_is_for_one_kind_of_devices_is_refused(tmp_path: Path) -> None:
     tables = workloads.load("dlrm-dcnv2")
     with pytest.raises(PlanError, match="one kind of devices"):
         RecommenderExplorer(tables, cluster)  # type: ignore[arg-type]
-    assert RecommenderExplorer(tables, cluster, devices=32).devices == 32  # type: ignore[arg-type]
+    first = RecommenderExplorer(tables, cluster, devices=32)  # type: ignore[arg-type]
+    assert first.devices == 32
+    plan: Any = SimpleNamespace(layout=TableLayout(32))
+    with pytest.raises(PlanError, match="one kind of devices"):
+        first.again(plan, cluster.changed({"pod.members": 1}))  # 16 of the 32 would be in the second building
     file = tmp_path / "mine.toml"
     file.write_text(
         Path(str(topology.resources.files("cordillera.clusters") / "two-buildings.toml")).read_text()
@@ -256,4 +294,4 @@ def test_what_is_for_one_kind_of_devices_is_refused(tmp_path: Path) -> None:
         "24,1024,16,1024,64,1,1,8,1,951\n"
     )
     with pytest.raises(PlanError, match="one kind of devices"):
-        calibrate(steps, file, tmp_path / "out")
+        commands.calibrate(steps, file, tmp_path / "out")

@@ -217,7 +217,7 @@ def plan(
             changed = sensitivity(explorer, {"this plan": found.best, "production-like": base})
         if not found.interrupted:  # an interrupt also cancels the other searches
             for domain in domains if fits else ():
-                cases += _lost(explorer, found.best, domain, free, progress)
+                cases += _tried(f"{domain} lost", partial(faults.lost, explorer, found.best, domain, free, progress))
             compared = _compared(explorer, found, compare, free)
     except KeyboardInterrupt:
         found.interrupted = True
@@ -372,21 +372,19 @@ def _cases(
 ) -> Iterator[faults.Case]:
     """Simulate the best plan again under every requested change and fault."""
     for text, other in asked.items():
-        yield faults.again(explorer, best, text, other)
+        yield from _tried(text, partial(faults.again, explorer, best, text, other))
     if slow is not None:
         yield faults.slow_device(explorer, best, slow)
     if jitter is not None:
         yield faults.jitter(explorer, best, jitter)
 
 
-def _lost(
-    explorer: Any, best: Any, domain: str, only: Iterable[SearchDimension], progress: Callable[[str], None] | None
-) -> list[faults.Case]:
-    """Return the step after a domain is lost; warn and return nothing if there is no plan, as the best plan stays."""
+def _tried(what: str, simulate: Callable[[], faults.Case]) -> list[faults.Case]:
+    """Return the case of a change or a loss; warn and return nothing if no plan is possible, as the best plan stays."""
     try:
-        return [faults.lost(explorer, best, domain, only, progress)]
+        return [simulate()]
     except PlanError as error:
-        warnings.warn(f"with {domain} lost: {error.what}", stacklevel=3)
+        warnings.warn(f"with {what}: {error.what}", stacklevel=3)
         return []
 
 

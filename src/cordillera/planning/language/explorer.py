@@ -297,7 +297,8 @@ class Explorer(ClusterSearch[Workload]):
     def again(self, plan: Plan, topology: Topology) -> SimulatedStep:
         """Simulate an unchanged ``plan`` on another ``topology`` of at least as many devices."""
         mesh, costs = Mesh.of(topology, plan.layout, plan.order), self.costs
-        if topology.kinds != self.topology.kinds or topology.groups != self.topology.groups:
+        used = set(topology.kind_of[: plan.layout.devices].tolist())  # more or fewer members bring others into use
+        if topology.kinds != self.topology.kinds or used != set(self.costs):
             products = self.cost.products if _computes_alike(topology.device, self.topology.device) else None
             costs = cost_models(topology, plan.layout.devices, self.calibration, products)
         return simulate_step(PlannedJob(self.workload, mesh, plan.layout, costs, plan.network), plan.schedule)

@@ -142,6 +142,16 @@ def group_sizes(topology: Topology, devices: int) -> list[int]:
     return sorted(one for one in found if devices % one == 0)
 
 
+def _check_kind(topology: Topology, devices: int) -> None:
+    """Check that the first ``devices`` of ``topology`` are of the cluster's own kind."""
+    if topology.kind_of[:devices].any():
+        raise PlanError(
+            "recommendation models are planned for one kind of devices",
+            where=topology.name,
+            remedy="leave groups out, or --devices that are all of the cluster's own kind",
+        )
+
+
 class RecommenderExplorer(ClusterSearch[Recommender]):
     """A search over one recommendation model and one cluster; arguments are as in :class:`ClusterSearch`."""
 
@@ -155,12 +165,7 @@ class RecommenderExplorer(ClusterSearch[Recommender]):
         progress: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(workload, topology, calibration, devices=devices, progress=progress)
-        if list(self.costs) != [0]:
-            raise PlanError(
-                "recommendation models are planned for one kind of devices",
-                where=topology.name,
-                remedy="leave groups out, or --devices that are all of the cluster's own kind",
-            )
+        _check_kind(topology, self.devices)
         self.samples = local_samples(workload, self.devices)
         self._dealt: dict[tuple[int, float, int], PlacedTables | str] = {}
         self._production: TablePlan | None = None
@@ -227,7 +232,12 @@ class RecommenderExplorer(ClusterSearch[Recommender]):
         return self._production
 
     def again(self, plan: TablePlan, topology: Topology) -> TableStep:
-        """Simulate an unchanged ``plan`` on another ``topology`` of at least as many devices."""
+        """Simulate an unchanged ``plan`` on another ``topology`` of at least as many devices.
+
+        Raises:
+            PlanError: If devices of another kind than the cluster's own come into use.
+        """
+        _check_kind(topology, plan.layout.devices)
         cost = CostModel(topology.device, self.cost.calibration)
         job = TableJob(self.workload, topology, plan.layout, plan.dealt, cost, plan.network)
         return job.step(plan.schedule)
