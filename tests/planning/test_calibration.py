@@ -16,6 +16,7 @@ from cordillera.planning.language.layers import activation_bytes
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.pipeline.schedules import interleaved
+from cordillera.workflows import planning as commands
 
 MEASURED = Path(__file__).parents[3] / "shared" / "data" / "megatron_multi_node_iteration_ms.csv"
 needs_measurements = pytest.mark.skipif(not MEASURED.exists(), reason=f"{MEASURED.name} (vTrain, MIT) is not here")
@@ -233,6 +234,21 @@ def test_byte_order_marks_line_ends_blank_lines_and_spaces_do_not_matter(tmp_pat
         assert calibration.read(path) == plain
     path.write_text(f"recompute,{HEADER}none,{row}\n,{row}\n")
     assert [one.layout.recompute for one in calibration.read(path)] == ["none", "full"]
+
+
+@pytest.mark.parametrize("name", ["two-buildings", "selene"])
+def test_constants_that_a_file_leaves_out_are_as_shipped_for_the_device(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "m.json"
+    file.write_text('{"message_s": 2e-6}')
+    (tmp_path / "all.json").write_text(Calibration(matrix=0.9, error=0.1).model_dump_json())
+    planned = commands.plan("llama3-8b", name, tmp_path / "p", calibration=file, devices=8, layouts=["tensor=8"])
+    found, shipped = planned.explorer.cost.calibration, calibration_for(topology.load(name).device)
+    others = {"message_s", "provenance", "error"}
+    assert found.model_dump(exclude=others) == shipped.model_dump(exclude=others)
+    assert (found.message_s, found.error) == (2e-6, None)
+    assert found.provenance == f"{shipped.provenance}; message_s by m.json"
+    whole = commands._constants(tmp_path / "all.json", topology.load(name).device, name)
+    assert whole == Calibration(matrix=0.9, error=0.1)
 
 
 def test_too_few_measurements_are_refused(tmp_path: Path, cluster: topology.Topology) -> None:

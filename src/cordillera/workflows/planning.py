@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,8 @@ from cordillera.mistakes import meant
 from cordillera.partition import Weights
 from cordillera.planning import calibration as calibrations
 from cordillera.planning import workloads
+from cordillera.planning.changes import edits
+from cordillera.planning.changes import parse_change as parse_change
 from cordillera.planning.language import operators
 from cordillera.planning.language import what_if as faults
 from cordillera.planning.language.explorer import Explorer
@@ -42,30 +42,6 @@ if TYPE_CHECKING:
 
 SEARCHED = "searched"
 """Name of the plan of a search beside a person's own layouts."""
-
-
-def parse_change(text: str) -> tuple[str, float | str]:
-    """Parse ``level.key=value``, ``level.key*=2`` or ``level.key/=2`` into a path and a value.
-
-    Raises:
-        PlanError: If the text has none of these forms.
-    """
-    path, sign, value = text.partition("=")
-    operator = path[-1:] if path[-1:] in ("*", "/") else ""
-    path = path.removesuffix(operator).strip()
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not sign or not re.fullmatch(r"\w+\.\w+", path) or not math.isfinite(number):
-        raise PlanError(
-            "is not a change",
-            where=text or "change ''",
-            remedy="write level.key=number or level.key*=number, numbers without units",
-        )
-    if operator == "/" and not number:
-        raise PlanError("divides by 0", where=text or "change ''", remedy="write another number")
-    return path, f"{operator}={number!r}" if operator else number
 
 
 @dataclass(frozen=True)
@@ -98,32 +74,14 @@ class PlannedRecommender:
     compared: dict[str, TablePlan] = field(default_factory=dict)
 
 
-def _edits(changes: Iterable[str]) -> dict[str, float | str | None]:
-    """Return the changes by path; a new rate of a level's links takes the place of the rate that the level has."""
-    told: dict[str, float | str] = {}
-    for text in changes:
-        path, value = parse_change(text)
-        if path in told:
-            raise PlanError(f"changes {path} a second time", where=text or "change ''", remedy="one change of each key")
-        told[path] = value
-    edits: dict[str, float | str | None] = {}
-    for path, value in told.items():
-        level, key = path.split(".")
-        instead = {"bytes_per_s": ("oversubscription", 1.0), "oversubscription": ("bytes_per_s", None)}.get(key)
-        if instead is not None and isinstance(value, float) and f"{level}.{instead[0]}" not in told:
-            edits[f"{level}.{instead[0]}"] = instead[1]
-        edits[path] = value
-    return edits
-
-
 def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
     told = [*changes]
-    edits, topology = _edits(told), clusters.load(cluster)
-    if not edits:
+    changed, topology = edits(told), clusters.load(cluster)
+    if not changed:
         return topology
     # its own description may be of what was changed
     described = {"description": f"{topology.name} with {', '.join(told)}"}
-    return topology.changed(edits).model_copy(update=described)
+    return topology.changed(changed).model_copy(update=described)
 
 
 def _shipped_for(device: clusters.Device, cluster: str | Path) -> Calibration:
@@ -131,8 +89,19 @@ def _shipped_for(device: clusters.Device, cluster: str | Path) -> Calibration:
     found = calibration_for(device)
     if device.name not in SHIPPED:
         remedy = "--calibrate fits constants to measured steps; until then, do not rank it against other devices"
-        warnings.warn(f"{cluster}: {found.provenance}; {remedy}", stacklevel=3)
+        warnings.warn(f"{cluster}: {found.provenance}; {remedy}", stacklevel=4)
     return found
+
+
+def _constants(calibration: str | Path | None, device: clusters.Device, cluster: str | Path) -> Calibration:
+    """Return the constants of a file; those that it leaves out, all without a file, are as shipped for the device."""
+    if calibration is None:
+        return _shipped_for(device, cluster)
+    given, found = read_calibration(calibration), calibration_for(device)
+    told = {name: getattr(given, name) for name in given.model_fields_set}
+    named = ", ".join(sorted(told.keys() - {"provenance", "error"}))
+    origin = f"{found.provenance}; {named} by {printable(Path(calibration).name)}" if named else found.provenance
+    return found.model_copy(update={"provenance": origin, "error": None, **told})
 
 
 def plan(
@@ -171,7 +140,7 @@ def plan(
         jitter: Jitter of latencies; see :func:`cordillera.planning.language.what_if.jittered`.
         lose: Domains whose loss is planned for by another search: ``building``, ``building:1``. If none finds a plan,
             a warning says so.
-        calibration: JSON file of constants; None for those shipped for the device.
+        calibration: JSON file of constants; what it leaves out, and all with None, is as shipped for the device.
         products: CSV file of matrix products measured on the device, see :class:`cordillera.cost.Products`; None to use
             the constants alone.
         layouts: A person's own layouts to evaluate instead of a search; see
@@ -189,12 +158,12 @@ def plan(
     check_writable(*files.values())
     work, topology = workloads.load(workload), _changed(cluster, changes)
     warn_of_units(topology, cluster)
-    asked = {text: topology.changed(_edits([text])) for text in what_if}
+    asked = {text: topology.changed(edits([text])) for text in what_if}
     faults.check(slow, jitter)
     domains = list(lose)
     for domain in domains:
         faults.survivors(topology, domain)  # an unknown domain is refused before the search
-    constants = read_calibration(calibration) if calibration is not None else _shipped_for(topology.device, cluster)
+    constants = _constants(calibration, topology.device, cluster)
     table = Products.read(products) if products is not None else None
     if isinstance(work, Recommender) and (slow is not None or jitter is not None or domains):
         raise PlanError("are not known for recommendation models", where="slow, jitter, lose", remedy="--what-if is")
