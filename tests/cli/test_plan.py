@@ -103,7 +103,7 @@ def test_several_clusters_are_compared(cli: Any, workload: str, unit: str) -> No
     assert result.code == 0, result.err
     assert f"{workload} on 2 clusters" in result.out
     assert result.out.count(f"{unit}/s") == 1
-    assert "a100-node: 16 devices are asked for" in result.out
+    assert "\na100-node: 16 devices are asked for, the cluster has 8\n  -> 8 at most\n" in result.out
     assert sorted(str(path) for path in Path("p").rglob("plan.*")) == ["p/selene/plan.html", "p/selene/plan.json"]
     alone = cli("plan", workload, "selene", "--devices", 16, "--only", "placement")
     assert alone.code == 0
@@ -532,7 +532,8 @@ def _drain(screen: int) -> None:
         (["gpt-22", "a100-node"], "did you mean gpt-22b?"),
         (["gpt-22b", "a100-node", "selen"], "did you mean selene?"),
         (["gpt-22b", "a100-node", "./a100-node"], "cluster 'a100-node': is named twice"),
-        (["gpt-22b", "a100-node", "selene", "--devices", "100000"], "8 at most"),
+        (["gpt-22b", "a100-node", "other/a100-node"], "and give their files different names"),
+        (["gpt-22b", "a100-node", "selene", "--devices", "100000"], "error: a100-node: 100,000 devices are asked for"),
         (["gpt-22b", "a100-node", "selene", "--measure", "p.csv"], "plan --measure: is for one cluster"),
         (["gpt-22b", "a100-nod"], "did you mean a100-node?"),
         (["gpt-22b", "a100-node", "--layout", "tensor"], "'tensor' is not key=value"),

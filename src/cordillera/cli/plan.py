@@ -216,8 +216,7 @@ def _show_several(
     if budget is not None and with_days:
         price = "" if budget.price is None else f", at a price of {budget.price:g} a device hour"
         said.append(f"days and device hours are those of {compact(budget.tokens)} tokens, without failures{price}")
-    for name, problem in found.problems.items():
-        said.append(": ".join(filter(None, (name, problem.where, problem.what))))
+    said += [str(found.problem(name)) for name in found.problems]
     for line in said:
         answer.say(line)
     for name, one in found.plans.items():

@@ -214,6 +214,12 @@ class PlanComparison:
     problems: dict[str, PlanError] = field(default_factory=dict)
     interrupted: bool = False
 
+    def problem(self, name: str) -> PlanError:
+        """Return the error of a case with its ``name`` as the place; clusters have the name of their cases already."""
+        one = self.problems[name]
+        where = name if name.startswith(one.where or "") else f"{name}: {one.where}"
+        return PlanError(one.what, where=where, remedy=one.remedy)
+
 
 def compare(
     workload: str | Path,
@@ -246,7 +252,7 @@ def compare(
             raise PlanError(
                 f"is named twice{number}",
                 where=f"cluster {Path(cluster).stem!r}",
-                remedy="name each cluster and number once",
+                remedy="name each cluster and number once, and give their files different names",
             )
     check_writable(Path(folder) / "comparison.html")
     made = PlanComparison()
@@ -273,8 +279,7 @@ def compare(
             break
     made.rows[:] = with_scaling(made.rows)
     if not made.plans:
-        name, problem = next(iter(made.problems.items()))
-        raise PlanError(problem.what, where=", ".join(filter(None, (name, problem.where))), remedy=problem.remedy)
+        raise made.problem(next(iter(made.problems)))
     return made
 
 
