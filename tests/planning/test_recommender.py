@@ -500,6 +500,8 @@ def test_copies_of_small_tables_need_no_exchange() -> None:
     plan = RecommenderExplorer(work, two_pods(), Calibration(layer_s=0)).explore().best
     assert plan.layout.copied_rows == 1000
     assert not plan.dealt.shards
+    assert plan.cut == "6 on every device"
+    assert plan.to_json()["tables"] == {"whole": 0, "columns": 0, "rows": 0, "both": 0, "copied": 6}
     assert plan.step.volumes["forward"] == 0
     dense = 4 * (work.dense_parameters + 6 * 500 * 64)
     assert plan.step.volumes["dense gradients"] == dense
@@ -596,6 +598,7 @@ def test_files_hold_what_they_should(tmp_path: Path) -> None:
         t.count * t.rows * t.dim for t in planned.explorer.workload.tables if t.rows <= best["layout"]["copied_rows"]
     )
     assert cells + copied == numbers_in_tables(planned.explorer.workload)
+    assert [sum(plan["tables"].values()) for plan in content["plans"]] == [26] * len(content["plans"])
     assert {part["device"] for part in content["placement"]} <= set(range(best["layout"]["group"]))
     assert planned.what_if[0].seconds > planned.found.best.seconds
     assert [case["what"] for case in content["what_if"]] == ["rack.latency_s*=1000"]

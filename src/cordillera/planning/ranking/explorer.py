@@ -80,9 +80,15 @@ class TablePlan:
 
     @property
     def cut(self) -> str:
-        """Number of tables cut in each way, in words."""
+        """Number of tables cut in each way, and of those copied to every device, in words."""
         words = {"whole": "whole", "columns": "in columns", "rows": "in rows", "both": "in rows and columns"}
-        return ", ".join(f"{count} {words[way]}" for way, count in self.dealt.ways().items() if count)
+        words["copied"] = "on every device"
+        return ", ".join(f"{count} {words[way]}" for way, count in self._ways().items() if count)
+
+    def _ways(self) -> dict[str, int]:
+        """Return how many tables are cut in each way, and how many are copied to every device."""
+        everywhere = copied(self.dealt.workload, self.layout.copied_rows)
+        return {**self.dealt.ways(), "copied": sum(one.count for one in everywhere)}
 
     def to_json(self) -> dict[str, Any]:
         """Return the prediction and all that a training run needs to follow the plan, except the placement."""
@@ -90,7 +96,7 @@ class TablePlan:
         return {
             "layout": asdict(self.layout) | {"grain": grain if math.isfinite(grain) else None},
             "mesh": {"names": list(reversed(sizes)), "sizes": list(reversed(sizes.values()))},
-            "tables": self.dealt.ways(),
+            "tables": self._ways(),
             "schedule": asdict(self.schedule),
             "network": {name: asdict(one) for name, one in self.network.items()},
             "seconds": self.seconds,
@@ -104,7 +110,7 @@ class TablePlan:
         }
 
     def placement(self) -> list[dict[str, int]]:
-        """Return every part of a table and its device within a group."""
+        """Return every part of a table and its device within a group; tables copied to every device have none."""
         pairs = zip(self.dealt.shards, self.dealt.devices.tolist(), strict=True)
         return [shard._asdict() | {"device": device} for shard, device in pairs]
 
