@@ -207,6 +207,11 @@ def test_each_device_has_its_own_memory() -> None:
     tiny = mixed(("building", 1, NEW.model_copy(update={"memory_bytes": needed[3] / 2})))
     assert "but it needs" in again(last, last.evaluate(own), "tiny", tiny).note
     assert again(last, last.evaluate(own), "same", last.topology).note == ""
+    # what is needed may take a part of the memory only, and it is the same part as in a search
+    full = mixed(("building", 1, NEW.model_copy(update={"memory_bytes": max(needed[2:]) / 0.95})))
+    note = f"but it needs {max(needed[2:]) / 1e9:.3g} GB on a device of {max(needed[2:]) / 0.95e9:.3g} GB"
+    assert again(last, last.evaluate(own), "full", full).note == f"{note}, of which 94 % may be taken"
+    assert not Explorer(WORK, full).fits(Explorer(WORK, full).evaluate(own))
 
 
 @pytest.mark.parametrize("groups", [[("building", 1, OLD)], [("host", 1, OLD), ("building", 1, A100)]])

@@ -356,7 +356,7 @@ class Explorer(ClusterSearch[Workload]):
         """
         room = Mesh.of(topology, plan.layout, plan.order).memory
         needed = [sum(rank.values()) for rank in step.memory]
-        return max(zip(needed, room, strict=True), key=lambda both: both[0] - both[1])
+        return max(zip(needed, room, strict=True), key=lambda both: both[0] - USABLE_MEMORY * both[1])
 
     def limits(self, mesh: Mesh) -> list[float]:
         """Return the bytes that a plan may take on a device of each pipeline rank of ``mesh``."""

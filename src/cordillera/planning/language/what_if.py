@@ -27,7 +27,7 @@ from cordillera.planning.language.step import (
     ways,
 )
 from cordillera.planning.pipeline.simulator import Way, simulate_late
-from cordillera.planning.search import ALL, SearchDimension
+from cordillera.planning.search import ALL, USABLE_MEMORY, SearchDimension
 from cordillera.topology import Topology
 
 DRAWS = 10_000
@@ -81,7 +81,10 @@ def again(explorer: Explorer, plan: Plan, change: str, topology: Topology) -> Ca
     """Simulate an unchanged ``plan`` of ``explorer`` on a changed ``topology``; ``change`` describes the change."""
     step = explorer.again(plan, topology)
     needed, room = explorer.fullest(plan, step, topology)
-    note = f"but it needs {needed / 1e9:.3g} GB on a device of {room / 1e9:.3g} GB" if needed > room else ""
+    note = ""
+    if needed > USABLE_MEMORY * room:
+        note = f"but it needs {needed / 1e9:.3g} GB on a device of {room / 1e9:.3g} GB"
+        note += f", of which {100 * USABLE_MEMORY:.0f} % may be taken"
     return Case(change, step.seconds, plan.layout.devices, note, {"kind": "change"})
 
 
