@@ -154,8 +154,8 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
 
 def test_a_calibration_is_printed_with_the_rows_furthest_off(capsys: pytest.CaptureFixture[str]) -> None:
     quality = SimpleNamespace(
-        rows=7, error=0.05, tau=0.9, regret=1.02, error_by_model={"a": 0.04}, tau_by_model={"a": 0.8},
-        regret_by_model={"a": 1.01},
+        rows=7, error=0.05, tau=0.9, regret=1.02, error_by_model={"a": 0.04, "b": 0.0},
+        tau_by_model={"a": 0.8, "b": math.nan}, regret_by_model={"a": 1.01, "b": 1.0},
     )  # fmt: skip
     ratios = (1.0, 1.5, 0.4, 1.2, 0.9, 1.01, 3.0)
     rows = [(SimpleNamespace(model=f"m{n}", layout="l", seconds=2.0), 2.0 * by) for n, by in enumerate(ratios)]
@@ -172,8 +172,12 @@ def test_a_calibration_is_printed_with_the_rows_furthest_off(capsys: pytest.Capt
         "m4 l: 2.000 s measured, 1.800 s predicted (-10.0 %)",
     ]
     assert lines[first + 5] == "constants: matrix 0.8, memory 0.7, port 0.6, network 0.9, collective_s 1e-05"
-    shown = [re.findall(r"[\w.%]+", line) for line in lines if re.match(r"(a|all) +\d", line)]
-    assert shown == [["a", "4.00", "%", "0.800", "1.010"], ["all", "5.00", "%", "0.900", "1.020"]]
+    shown = [re.findall(r"[\w.%]+", line) for line in lines if re.match(r"(a|b|all) +\d", line)]
+    assert shown == [
+        ["a", "4.00", "%", "0.800", "1.010"],
+        ["b", "0.00", "%", "undefined", "1.000"],
+        ["all", "5.00", "%", "0.900", "1.020"],
+    ]
 
 
 def test_what_is_left_to_measure_ends_the_command_with_its_own_status(

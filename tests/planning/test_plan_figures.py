@@ -46,6 +46,15 @@ def test_accuracy_is_of_each_model_and_of_the_plan_that_would_be_picked() -> Non
     assert found.regret == pytest.approx(2.0)
 
 
+def test_models_whose_rank_correlation_is_not_known_leave_that_of_all_to_the_others() -> None:
+    times = [("a", 1.0), ("a", 2.0), ("one", 3.0), ("tie", 4.0), ("tie", 5.0)]
+    rows = [measured(name, seconds) for name, seconds in times]
+    found = calibration.accuracy(rows, [1.5, 2.5, 3.0, 6.0, 6.0])
+    assert found.tau == found.tau_by_model["a"] == 1.0
+    assert [name for name, tau in found.tau_by_model.items() if math.isnan(tau)] == ["one", "tie"]
+    assert math.isnan(calibration.accuracy(rows[2:3], [3.0]).tau)
+
+
 @pytest.mark.parametrize(("second", "picked"), [(1.005, 2.0), (1.02, 1.0)])
 def test_of_plans_within_one_per_cent_the_smallest_microbatch_is_picked(second: float, picked: float) -> None:
     rows = [measured("a", 1.0, microbatch=4), measured("a", 2.0, microbatch=1), measured("a", 3.0, microbatch=2)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -504,7 +505,7 @@ def _calibrate(answer: CommandOutput, fitted: Calibrated) -> None:
         f"{quality.rows} measured steps",
         Field("model"),
         Field("mean_error", form="{:.2%}"),
-        Field("rank_correlation", form="{:.3f}"),
+        Field("rank_correlation", form=partial(fixed, digits=3)),
         Field("regret", "regret of the pick", "{:.3f}"),
     )
     for name, error in quality.error_by_model.items():

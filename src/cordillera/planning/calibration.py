@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -174,9 +175,9 @@ class CalibrationAccuracy:
         rows: Number of rows.
         error: Mean absolute error, relative to the measured time.
         median: Median of the absolute errors.
-        tau: Kendall's rank correlation of predicted and measured; NaN for fewer than two rows.
+        tau: Kendall's rank correlation of predicted and measured, the mean over the models whose own is known.
         regret: Measured time of the plan that would be chosen, relative to that of the best, for the worst model.
-        tau_by_model: Rank correlation of each model.
+        tau_by_model: Rank correlation of each model; NaN for fewer than two rows, and if all tie.
         error_by_model: Mean absolute error of each model.
         regret_by_model: Regret of each model.
     """
@@ -191,6 +192,11 @@ class CalibrationAccuracy:
     regret_by_model: dict[str, float]
 
 
+def _correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return Kendall's rank correlation; NaN for fewer than two pairs, of which scipy would warn, and if all tie."""
+    return float(scipy.stats.kendalltau(*zip(*pairs, strict=True)).statistic) if len(pairs) > 1 else math.nan
+
+
 def accuracy(measurements: Iterable[MeasuredStep], predicted: Iterable[float]) -> CalibrationAccuracy:
     """Compare ``predicted`` seconds with ``measurements``, in the same order.
 
@@ -203,16 +209,17 @@ def accuracy(measurements: Iterable[MeasuredStep], predicted: Iterable[float]) -
     for name in dict.fromkeys(one.model for one, _ in pairs):
         group = [(one, seconds) for one, seconds in pairs if one.model == name]
         by_model[name] = statistics.fmean(abs(seconds / one.seconds - 1) for one, seconds in group)
-        taus[name] = float(scipy.stats.kendalltau([one.seconds for one, _ in group], [s for _, s in group]).statistic)
+        taus[name] = _correlation([(one.seconds, seconds) for one, seconds in group])
         fastest = min(seconds for _, seconds in group)
         alike = [(one.layout.microbatch, seconds, one) for one, seconds in group if seconds <= fastest * (1 + _TIE)]
         picked = min(alike, key=lambda entry: entry[:2])[2]
         regrets[name] = picked.seconds / min(one.seconds for one, _ in group)
+    known = [tau for tau in taus.values() if not math.isnan(tau)]
     return CalibrationAccuracy(
         len(pairs),
         statistics.fmean(errors),
         statistics.median(errors),
-        statistics.fmean(taus.values()),
+        statistics.fmean(known) if known else math.nan,
         max(regrets.values()),
         taus,
         by_model,
