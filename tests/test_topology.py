@@ -201,6 +201,7 @@ def test_many_mistakes_are_counted_and_a_few_listed(wrong: int, says: str, more:
         ([{"name": "a", "members": [1, 2], "latency_s": 1}, {"name": "b", "members": 3, "latency_s": 1}], "lists 2"),
         ([{"name": "a", "members": 1, "latency_s": 1, "planes": 2, "planes_lost": 2}], "no way between"),
         ([{"name": "a", "members": 1, "latency_s": float("inf")}], "latency_s"),
+        ([{"name": "a", "members": 2, "latency_s": 1, "loss_rate": 0.5}], r"levels\[0\]\.loss_rate: losses are"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(levels: list[dict[str, Any]], message: str) -> None:

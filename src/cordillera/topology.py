@@ -101,8 +101,9 @@ class Level(BaseModel):
             ``bytes_per_s`` is stated.
         planes: Number of parallel networks that the links consist of.
         planes_lost: Number of planes that are down.
-        loss_rate: Loss rate of packets on a link.
+        loss_rate: Loss rate of packets on a link; 0 in the first level.
         spraying: Whether packets of one connection can be spread over all planes; otherwise connections are hashed.
+            This and the next two have no effect in the first level.
         selective_repeat: Whether a lost packet is sent again alone; otherwise with all that followed it.
         zero_copy: Whether network cards read and write tensors directly; otherwise kernels copy them.
     """
@@ -240,6 +241,12 @@ class Topology(BaseModel):
         for (_, end, one), (start, _, other) in pairwise(held):
             if start < end:
                 raise ValueError(f"groups[{min(one, other)}] and groups[{max(one, other)}] have devices in common")
+        return self
+
+    @model_validator(mode="after")
+    def _loses_nothing_inside(self) -> Topology:
+        if self.levels[0].loss_rate:
+            raise ValueError("levels[0].loss_rate: losses are modelled on levels above the first only")
         return self
 
     def _held(self, group: DeviceGroup) -> range:

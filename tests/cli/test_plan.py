@@ -587,6 +587,7 @@ def _drain(screen: int) -> None:
         (["gpt-22b", "a100-node", "--what-if", "host.latency_s/=0"], "host.latency_s/=0: divides by 0"),
         (["gpt-22b", "a100-node", "--what-if", "host.name*=2"], "is not one number"),
         (["gpt-22b", "a100-node", "--what-if", "host.members=4"], "leaves 4 devices for a plan on 8"),
+        (["gpt-22b", "a100-node", "--what-if", "host.loss_rate=0.5"], "host.loss_rate: losses are modelled on levels"),
         (["llama3-8b", "two-buildings", "--set", "region.members=100000"], "at most 1,048,576 can be planned"),
         (["gpt-22b", "a100-node", "--lose", "host:" + "9" * 5000], "write level or level:number"),
         (["gpt-22b", "a100-node", "--calibrate", "absent.csv"], "needs the cluster alone"),
