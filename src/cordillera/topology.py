@@ -409,6 +409,8 @@ class Topology(BaseModel):
     def changed(self, changes: Mapping[str, float | str | None]) -> Topology:
         """Return the cluster with other figures, such as one more fibre.
 
+        Links and ports that differ keep theirs; :func:`cordillera.planning.changes.with_changes` changes them too.
+
         Args:
             changes: New values by dotted path, or factors such as ``*=2``: ``{"region.bytes_per_s": "*=2"}``,
                 ``{"building.oversubscription": 1.0}``, ``{"device.memory_bytes": 96e9}``.

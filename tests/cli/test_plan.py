@@ -274,6 +274,10 @@ def test_a_new_rate_of_links_takes_the_place_of_the_other(cli: Any) -> None:
     assert narrow.capacities.tolist() == topology.load("llama3-building").capacities.tolist()
     both = planning._changed("stated.toml", [f"{level}.oversubscription=1", f"{level}.bytes_per_s=2e9"])
     assert both.member_bytes_per_s(len(both.levels) - 1, 0) == 2e9
+    link = f'\n[[links]]\nlevel = "{level}"\nmember = 1\nbytes_per_s = 1e6\n'
+    Path("linked.toml").write_text(Path("stated.toml").read_text() + link)
+    wide = planning._changed("linked.toml", [f"{level}.bytes_per_s*=10"])
+    assert [wide.member_bytes_per_s(len(wide.levels) - 1, member) for member in (0, 1)] == [1e10, 1e7]
     sets = ("--set", "region.bytes_per_s=1e9", "--set", "region.oversubscription=2")
     assert "two rates of one link; state one" in cli("plan", "llama3-8b", "two-buildings", *sets, "--out", "p").err
 

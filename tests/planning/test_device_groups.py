@@ -16,6 +16,7 @@ from cordillera import topology
 from cordillera.cost import calibration_for
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
+from cordillera.planning.changes import with_changes
 from cordillera.planning.language.explorer import Explorer
 from cordillera.planning.language.own_layout import OwnLayout, read_layout
 from cordillera.planning.language.plans import Plan
@@ -26,6 +27,7 @@ from cordillera.planning.network.mesh import Mesh
 from cordillera.planning.pipeline.simulator import simulate
 from cordillera.planning.ranking.exchange import TableLayout
 from cordillera.planning.ranking.explorer import RecommenderExplorer
+from cordillera.planning.sensitivity import sensitivity
 from cordillera.topology import Device, DeviceGroup, Topology
 from cordillera.workflows import planning as commands
 from tests.planning.flows import route
@@ -60,6 +62,34 @@ def test_a_factor_changes_the_link_of_every_kind() -> None:
                 changed = cluster.changed({f"{cluster.levels[level].name}.bytes_per_s": change})
                 before, after = ([one.member_bytes_per_s(level, i) for i in members] for one in (cluster, changed))
                 assert after == pytest.approx([factor * rate for rate in before])
+
+
+def test_a_factor_changes_links_and_ports_that_differ_too() -> None:
+    link = {"level": "region", "member": 1, "bytes_per_s": 1e9}
+    content = {**mixed(("building", 1, A100), port=300e9).model_dump(), "links": [link]}
+    cluster = topology.validate(Topology, content, "mixed")
+    changed = with_changes(cluster, {"region.bytes_per_s": "*=2", "host.bytes_per_s": "/=2"})
+    for level, factor, members in ((0, 0.5, 64), (1, 1.0, 8), (3, 1.0, 2), (4, 2.0, 2)):
+        before, after = ([one.member_bytes_per_s(level, i) for i in range(members)] for one in (cluster, changed))
+        assert after == pytest.approx([factor * rate for rate in before])
+    number = with_changes(cluster, {"region.bytes_per_s": 5e9, "region.oversubscription": 1.0, "host.bytes_per_s": 1e9})
+    assert [number.member_bytes_per_s(4, i) for i in (0, 1)] == [5e9, 1e9]
+    assert [number.member_bytes_per_s(0, i) for i in (0, 63)] == [1e9, 300e9]
+    # so do the upgrades that the page of a plan shows
+    asked: list[Topology] = []
+
+    def simulated(plan: str, other: Topology) -> SimpleNamespace:
+        asked.append(other)
+        return SimpleNamespace(seconds=1.0)
+
+    explorer: Any = SimpleNamespace(topology=cluster, devices=cluster.devices, again=simulated)
+    found = sensitivity(explorer, {"best": "plan"})
+    assert found is not None
+    words = [words for words, _ in found.upgrades]
+    assert words[1] == "twice the rate of network cards of H100 SXM5 80GB and of links that follow from it"
+    upgraded = dict(zip(words, asked[-len(words) :], strict=True))
+    assert upgraded["twice the capacity of links into each region"].member_bytes_per_s(4, 1) == 2e9
+    assert upgraded["twice the bandwidth within each host"].member_bytes_per_s(0, 63) == 600e9
 
 
 def planned(cluster: Topology, layout: Layout, outermost: str = "data") -> Plan:

@@ -54,3 +54,35 @@ def edits(changes: Iterable[str]) -> dict[str, float | str | None]:
             found[f"{level}.{instead[0]}"] = instead[1]
         found[path] = value
     return found
+
+
+def with_changes(topology: Topology, by_path: Mapping[str, float | str | None]) -> Topology:
+    """Return a cluster with other figures; a factor also changes what differs from the others of its level.
+
+    That of a level's ``bytes_per_s`` changes the level's :attr:`~cordillera.topology.Topology.links` and, in the first
+    level, the ports of :attr:`~cordillera.topology.Topology.groups`. All else, also a new number for a level's rate, is
+    that of :meth:`~cordillera.topology.Topology.changed`.
+
+    Args:
+        topology: The cluster.
+        by_path: Changes by dotted path, as :func:`edits` returns them.
+
+    Raises:
+        PlanError: If a path does not exist or a value is out of range.
+    """
+    after = topology.changed(by_path)
+    factors = {
+        path.partition(".")[0]: float(value[2:]) ** (1 if value[0] == "*" else -1)
+        for path, value in by_path.items()
+        if isinstance(value, str) and path.endswith(".bytes_per_s")
+    }
+    if not factors or not (topology.links or topology.groups):
+        return after
+    content, own = after.model_dump(), {(link.level, link.member) for link in topology.links}
+    for link in content["links"]:
+        if (link["level"], link["member"]) in own:
+            link["bytes_per_s"] *= factors.get(link["level"], 1.0)
+    for group in content["groups"]:
+        if group["port_bytes_per_s"] is not None:
+            group["port_bytes_per_s"] *= factors.get(topology.levels[0].name, 1.0)
+    return validate(Topology, content, topology.name)

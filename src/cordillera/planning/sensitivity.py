@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cordillera.planning.changes import with_changes
 from cordillera.topology import Topology
 
 DISTANCES_KM = (0.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2000.0)
@@ -18,7 +19,8 @@ class Sensitivity:
 
     Attributes:
         distances: Seconds at each of :data:`DISTANCES_KM`, by plan.
-        oversubscriptions: Seconds at each of :data:`OVERSUBSCRIPTIONS` of the outermost level, by plan.
+        oversubscriptions: Seconds at each of :data:`OVERSUBSCRIPTIONS` of the outermost level, by plan; links of that
+            level that differ keep their rates.
         upgrades: Changes in words, each with the seconds of the best plan after it.
     """
 
@@ -51,14 +53,15 @@ def sensitivity(explorer: _Repeats, plans: Mapping[str, Any]) -> Sensitivity | N
         topology.changed({f"{outer}.oversubscription": by, f"{outer}.bytes_per_s": None}) for by in OVERSUBSCRIPTIONS
     ]
     best = next(iter(plans.values()))
-    upgrades = {}
-    if topology.levels[0].bytes_per_s is not None:
-        host = topology.levels[0].name
-        upgrades[f"twice the bandwidth within each {host}"] = topology.changed({f"{host}.bytes_per_s": "*=2"})
-    cards = "twice the rate of network cards and of links that follow from it"
-    upgrades[cards] = topology.changed({"device.nic_bytes_per_s": "*=2"})
+    host, kind = topology.levels[0].name, f" of {topology.device.name}" if topology.groups else ""
+    cards = f"twice the rate of network cards{kind} and of links that follow from it"
+    upgrades = {
+        f"twice the bandwidth within each {host}": with_changes(topology, {f"{host}.bytes_per_s": "*=2"}),
+        cards: topology.changed({"device.nic_bytes_per_s": "*=2"}),
+    }
     for name in (level.name for level in topology.levels[1:]):
-        upgrades[f"twice the capacity of links into each {name}"] = topology.changed({f"{name}.bytes_per_s": "*=2"})
+        faster = with_changes(topology, {f"{name}.bytes_per_s": "*=2"})
+        upgrades[f"twice the capacity of links into each {name}"] = faster
         upgrades[f"half the latency within each {name}"] = topology.changed({f"{name}.latency_s": "/=2"})
     return Sensitivity(
         {name: [explorer.again(plan, one).seconds for one in far] for name, plan in plans.items()},

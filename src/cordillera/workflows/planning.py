@@ -17,7 +17,7 @@ from cordillera.mistakes import meant
 from cordillera.partition import Weights
 from cordillera.planning import calibration as calibrations
 from cordillera.planning import workloads
-from cordillera.planning.changes import edits
+from cordillera.planning.changes import edits, with_changes
 from cordillera.planning.changes import parse_change as parse_change
 from cordillera.planning.language import operators
 from cordillera.planning.language import what_if as faults
@@ -81,7 +81,7 @@ def _changed(cluster: str | Path, changes: Iterable[str]) -> clusters.Topology:
         return topology
     # its own description may be of what was changed
     described = {"description": f"{topology.name} with {', '.join(told)}"}
-    return topology.changed(changed).model_copy(update=described)
+    return with_changes(topology, changed).model_copy(update=described)
 
 
 def _shipped_for(device: clusters.Device, cluster: str | Path) -> Calibration:
@@ -158,7 +158,7 @@ def plan(
     check_writable(*files.values())
     work, topology = workloads.load(workload), _changed(cluster, changes)
     warn_of_units(topology, cluster)
-    asked = {text: topology.changed(edits([text])) for text in what_if}
+    asked = {text: with_changes(topology, edits([text])) for text in what_if}
     faults.check(slow, jitter)
     domains = list(lose)
     for domain in domains:
