@@ -61,6 +61,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
+def in_gigabytes(size: float) -> str:
+    """Return a number of bytes in GB, without the unit: ``2,414``, or with three digits below a hundred: ``75.4``."""
+    return f"{size / 1e9:,.0f}" if size >= 100e9 else f"{size / 1e9:.3g}"
+
+
 def size_text(size: float) -> str:
     """Return a number of bytes in the largest unit that it fills: ``999 B``, ``1.54 kB``, ``2.5 MB``, ``4 GB``."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

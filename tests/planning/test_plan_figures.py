@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,21 @@ def test_smaller_searches_add_up() -> None:
     assert [one.seconds for one in whole.plans] == [3.0, 2.0, 5.0]
     assert {name: one.seconds for name, one in whole.alone.items()} == {"network": 2.0, "placement": 5.0}
     assert whole.dropped == {"memory": 3}
+
+
+@pytest.mark.parametrize(
+    ("least", "takes", "devices"),
+    [
+        (75.4e9, "75.4", "81"),
+        (94e9, "94", "100"),
+        (2269e9, "2,269", "2,414"),
+        (3e8, "0.3", "0.32"),
+        (46.0, "4.6e-08", "4.9e-08"),
+    ],
+)
+def test_the_memory_that_would_do_is_rounded_up(least: float, takes: str, devices: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(f"takes {takes} GB on a device: devices with {devices} GB (6 %")):
+        _ = Exploration(least_memory=least).best
 
 
 @pytest.mark.parametrize("enough", [None, 1024])

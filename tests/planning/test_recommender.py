@@ -175,6 +175,8 @@ def test_tables_that_do_not_fit_say_how_much_is_missing() -> None:
     one = SMALL.model_copy(update={"tables": (Tables(rows=10**9, dim=64),)})
     with pytest.raises(PlanError, match="tables over 8 devices: 180 GB do not fit"):
         place_tables(one, 8, 10e9, 1.0, 1.0)  # 256 GB and 4 GB of state on 80 GB
+    with pytest.raises(PlanError, match=r"tables over 8 devices: 0\.4 GB do not fit"):
+        place_tables(one, 8, 32.45e9, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(("group", "copies"), [(24, 1), (12, 2), (6, 4), (4, 6), (8, 3), (2, 12), (5, 2)])

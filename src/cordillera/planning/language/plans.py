@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cordillera.errors import PlanError
-from cordillera.numbers import counted
+from cordillera.numbers import counted, in_gigabytes
 from cordillera.planning.language.step import SimulatedStep
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.network.settings import NetworkSettings
@@ -78,6 +78,13 @@ class Plan:
         }
 
 
+def _at_least(size: float) -> str:
+    """Return bytes in GB, rounded up so that they suffice: to whole ones, or to two digits where they are few."""
+    step = 1e9 if size >= 10e9 else 10.0 ** (math.floor(math.log10(size)) - 1)
+    enough = math.ceil(size / step * (1 - 1e-9)) * step / 1e9  # a product's rounding error takes no further step
+    return f"{enough:,.0f}" if size >= 10e9 else f"{enough:.2g}"
+
+
 @dataclass
 class Exploration(SearchResult[Plan]):
     """Result of a search, with at most one plan for each layout and order.
@@ -113,8 +120,8 @@ class Exploration(SearchResult[Plan]):
             remedy += f": {self.enough:,} would do"
         if math.isfinite(self.least_memory):
             remedy = (
-                f"the layout that needs least takes {self.least_memory / 1e9:,.0f} GB on a device: devices with "
-                f"{self.least_memory / USABLE_MEMORY / 1e9:,.0f} GB ({100 * (1 - USABLE_MEMORY):.0f} % stay free), or "
+                f"the layout that needs least takes {in_gigabytes(self.least_memory)} GB on a device: devices with "
+                f"{_at_least(self.least_memory / USABLE_MEMORY)} GB ({100 * (1 - USABLE_MEMORY):.0f} % stay free), or "
                 "more of them" + (f": {self.enough:,} would do" if self.enough is not None else "")
             )
         return PlanError(f"no plan is possible ({reasons or 'nothing was tried'})", remedy=remedy)

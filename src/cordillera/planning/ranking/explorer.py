@@ -15,7 +15,7 @@ from typing import Any
 
 from cordillera.cost import Calibration, CostModel
 from cordillera.errors import PlanError
-from cordillera.numbers import counted
+from cordillera.numbers import counted, in_gigabytes
 from cordillera.planning.network.settings import NetworkSettings, production_network, tuned_network
 from cordillera.planning.ranking.exchange import INSIDE, Exchange, Reduction, TableLayout, TableSchedule
 from cordillera.planning.ranking.step import TableJob, TableStep, fixed_memory, local_samples
@@ -294,10 +294,8 @@ class RecommenderExplorer(ClusterSearch[Recommender]):
                     continue
                 needed = sum(job.memory(schedule).values())
                 if needed > self.usable_memory:
-                    over = (needed - self.usable_memory) / 1e9
-                    found.dropped[
-                        f"tables over {counted(layout.group, 'device')}: {over:,.1f} GB more than a device has"
-                    ] += 1
+                    over, among = in_gigabytes(needed - self.usable_memory), counted(layout.group, "device")
+                    found.dropped[f"tables over {among}: {over} GB more than a device has"] += 1
                     continue
                 if best is not None and job.bound(schedule) >= best.seconds:
                     continue

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cordillera.errors import PlanError
-from cordillera.numbers import counted
+from cordillera.numbers import counted, in_gigabytes
 from cordillera.partition import NOWHERE, divisors, list_scheduling
 from cordillera.topology import Label, Numeric, Words
 
@@ -371,7 +371,7 @@ def place_tables(
     needed = sum(one.count * one.rows * (one.dim * one.weight_bytes + workload.optimizer_bytes) for _, one in tables)
     missing = needed - room * size
     if missing > 0:
-        raise PlanError(f"tables over {counted(size, 'device')}: {missing / 1e9:,.0f} GB do not fit")
+        raise PlanError(f"tables over {counted(size, 'device')}: {in_gigabytes(missing)} GB do not fit")
     for finer in (1, 2, 4, 8):  # parts nearly as large as a device waste memory
         shards: list[tuple[float, float, Shard]] = []
         for i, _ in tables:
