@@ -178,11 +178,13 @@ def test_where_no_layout_follows_the_rules_the_baseline_gives_them_up() -> None:
     cluster = topology.load("two-buildings").changed({"pod.members": 1, "building.members": 1})
     large = workloads.load("llama3-70b")
     model = large.model.model_copy(update={"layers": 20})
-    longest = large.model_copy(update={"sequence": 2**20, "batch": 8, "model": model})
+    longest = large.model_copy(update={"sequence": 2**20, "batch": 8, "model": model, "published": ()})
     explorer = Explorer(longest, cluster)
     assert not explorer._baselines().plans
     base = explorer.production()
     assert base.layout.context > 1  # sequences have to be cut
+    others = "the fastest that fits; none does by the rules of large jobs in one building"
+    assert explorer.base_source == f"{base.layout}, {others}"
     assert explorer.explore(keep=2, improve=0).best.seconds <= base.seconds
 
 

@@ -229,7 +229,15 @@ class Explorer(ClusterSearch[Workload]):
             entry = min(same, key=lambda one: abs(one.devices - self.devices))
             precision = "in 16 bits " if layout.fp8 != "none" else ""
             return f"{layout}, published {precision}for {entry.devices:,} devices ({entry.source})"
-        return f"{layout}, the best under the rules of large jobs in one building"
+        if self._follows_the_rules(layout):
+            return f"{layout}, the best under the rules of large jobs in one building"
+        return f"{layout}, the fastest that fits; none does by the rules of large jobs in one building"
+
+    def _follows_the_rules(self, layout: Layout) -> bool:
+        """Return whether a layout is one of those by rule of :meth:`production`."""
+        tensor = _largest(gcd(self.workload.model.heads, self.devices), min(_MOST_TENSOR, *self.topology.sizes[0]))
+        degrees = (layout.tensor, layout.context, layout.microbatch)
+        return degrees == (tensor, 1, 1) and layout.chunks == self._fixed_chunks(layout)
 
     def _scaled(self) -> list[Layout | None]:
         """Return the published layouts scaled to all devices; None for a layout that does not divide their number."""
