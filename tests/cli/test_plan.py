@@ -301,6 +301,18 @@ def test_devices_without_constants_and_units_that_seem_wrong_are_named(cli: Any)
     }.items():
         with pytest.warns(UserWarning, match=f"two-buildings: {change.partition('=')[0]} {said}"):
             planning.warn_of_units(planning._changed("two-buildings", [change]), "two-buildings")
+    old = text.partition("[device]\n")[2].partition("\n\n")[0].replace("80e9", "80")
+    Path("mixed.toml").write_text(
+        f'{text}\n[[links]]\nlevel = "region"\nmember = 1\nbytes_per_s = 400\n[[groups]]\nlevel = "building"\n'
+        f"domain = 1\nport_bytes_per_s = 300\n[groups.device]\n{old}\n"
+    )
+    with pytest.warns(UserWarning) as warned:
+        planning.warn_of_units(topology.load("mixed.toml"), "mixed.toml")
+    assert [str(one.message).partition(";")[0] for one in warned] == [
+        "mixed.toml: groups[0].device.memory_bytes is 80",
+        "mixed.toml: links[0].bytes_per_s is 400",
+        "mixed.toml: groups[0].port_bytes_per_s is 300",
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cli("plan", "small.toml", "two-buildings", *plan).code == 0

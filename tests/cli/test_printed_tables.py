@@ -57,7 +57,8 @@ def planned(kind: type, *seconds: float, base: float = 9.0, what_if: tuple[Case,
         own=(), plans=plans, best=plans[0], interrupted=False, simulated=1234, estimated=5678, layouts=91, seconds=2.5
     )
     cost = SimpleNamespace(calibration=SimpleNamespace(provenance="measured", described="measured"), products=None)
-    work = SimpleNamespace(name="work", batch=500, sequence=4000, model=SimpleNamespace(gated=False, parameters=7.5e9))
+    model = SimpleNamespace(gated=False, parameters=7.5e9, experts=None)
+    work = SimpleNamespace(name="work", batch=500, sequence=4000, model=model)
     explorer = SimpleNamespace(
         workload=work, topology=SimpleNamespace(name="cluster"), cost=cost, devices=2048, base_source="published",
         constants="measured",
@@ -94,6 +95,11 @@ def test_plans_of_recommendation_models_are_listed_in_milliseconds() -> None:
         ["base", "500.00 ms", "4.50 M", "13"],
     ]
     assert table.caption == "tables of the best plan: in rows"
+
+
+def test_errors_of_steps_have_two_digits_or_whole_seconds() -> None:
+    shown = {0.00123: "1.2 ms", 0.0456: "0.046 s", 9.87: "9.9 s", 12.3: "12 s", 150.4: "150 s", 1234.0: "1,234 s"}
+    assert {seconds: planning._error(seconds) for seconds in shown} == shown
 
 
 @pytest.mark.parametrize(("seconds", "step"), [(1.0, "1.000 s"), (0.9999, "999.90 ms"), (20.0, "20.000 s")])
@@ -145,6 +151,9 @@ def test_a_plan_is_printed_with_its_gain_its_cases_and_its_files(
         "1,000,000 tokens/s; 1T tokens take 11.6 days without failures, 568,889 device hours",
         "report: p/plan.html",
     ]
+    one.explorer.workload.model.experts = SimpleNamespace(count=8)  # on one device or on several
+    planning._show(_show.CommandOutput(False), one, TrainingBudget(1e12))
+    assert "the error of 2.000 s is not known: no measured step had experts\n" in capsys.readouterr().out
     planning._show(_show.CommandOutput(False), planned(PlannedRecommender, 0.5), None)
     out = capsys.readouterr().out
     assert "interrupted" not in out

@@ -52,6 +52,7 @@ def test_everything_can_be_stated() -> None:
         ("tensor=nan", "tensor=nan is not a whole number"),
         ("tensor=0", "tensor=0 is not a whole number of 1 or more"),
         ("pipeline=99999999999", "is not a whole number below a billion"),
+        ("tensor=" + "9" * 5000, "is not a whole number below a billion"),
         ("pipeline=3", "= 3 does not divide 64 devices"),
         ("recompute=some", "recompute=some is not one of none, selective, full"),
         ("shard_weights=maybe", "shard_weights=maybe is not true or false"),
@@ -97,6 +98,7 @@ def test_a_layout_of_a_search_is_evaluated_to_the_same_step() -> None:
     found = explorer.evaluate_all([read_layout("", 64, WORK) if False else read_layout("tensor=1", 64, WORK)])
     assert found.plans == []  # 16 bytes of 8 billion parameters
     assert found.dropped["needs more memory than a device has"] == 1
+    assert explorer.evaluate_all([read_layout("tensor=8", 64, WORK)]).dropped == {}
 
 
 def test_a_plan_has_the_error_of_its_constants_unless_nothing_like_it_was_measured() -> None:

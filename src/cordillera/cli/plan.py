@@ -273,6 +273,8 @@ def _seconds(seconds: float) -> str:
 
 
 def _error(seconds: float) -> str:
+    if seconds >= 10:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.2g} s" if seconds >= 0.01 else f"{seconds * 1e3:.2g} ms"
 
 
@@ -329,7 +331,7 @@ def _show(answer: CommandOutput, planned: Planned | PlannedRecommender, budget: 
     for reason in reasons:
         answer.say(f"  {reason}")
     if isinstance(planned, Planned):
-        _say_error(answer, planned.found.best, faster)
+        _say_error(answer, planned, planned.found.best, faster)
     _say_cases(answer, planned)
     answer.say(f"{searched}, {counted(found.simulated, 'step')} simulated in {found.seconds:.1f} s")
     if isinstance(planned, Planned):
@@ -385,13 +387,13 @@ def _say_size(answer: CommandOutput, planned: Planned, budget: TrainingBudget | 
         )  # fmt: skip
 
 
-def _say_error(answer: CommandOutput, plan: Plan, faster: float) -> None:
+def _say_error(answer: CommandOutput, planned: Planned, plan: Plan, faster: float) -> None:
     """Print the mean error of a plan's time, and whether its gain over the base is smaller than the error."""
     if plan.error is None:
         kinds = {
             "was in FP8": plan.layout.fp8 != "none",
             "had sharded weights": plan.layout.shard_weights,
-            "had experts": plan.layout.expert > 1,
+            "had experts": planned.explorer.workload.model.experts is not None,
         }
         why = "".join([f": no measured step {kind}" for kind, is_so in kinds.items() if is_so][:1])
         answer.say(f"the error of {_seconds(plan.seconds)} is not known{why}", error=None)
@@ -431,7 +433,7 @@ def _show_own(answer: CommandOutput, title: str, planned: Planned, budget: Train
         elif plan is found.best:
             faster = base.seconds / plan.seconds
             answer.say(f"layout {place}: {faster:.2f} times as fast as the base, both simulated", times_base=faster)
-            _say_error(answer, plan, faster)
+            _say_error(answer, planned, plan, faster)
     if found.interrupted:
         answer.say("interrupted: what had not been computed by then is missing")
     if planned.what_if and len(found.own) > 1:  # cases of the fastest layout that fits

@@ -20,18 +20,27 @@ _LONGEST_LATENCY_S = 0.1  # besides the latency of the distance
 
 def warn_of_units(topology: Topology, cluster: str | Path) -> None:
     """Warn of values that fit no machine, so that the unit is probably wrong."""
-    for key, (least, unit) in _LEAST.items():
-        value = getattr(topology.device, key)
-        if value < least:
-            other = f" ({value:g} GB are {value:g}e9)" if key == "memory_bytes" and 1 <= value <= 1000 else ""
-            warnings.warn(f"{cluster}: device.{key} is {value:g}; its unit is {unit}{other}", stacklevel=3)
-    if (rate := topology.device.nic_bytes_per_s) > _FASTEST_CARD:
-        other = f"{rate / 1e9:g} Gb/s are {rate / 8:g}"
-        warnings.warn(f"{cluster}: device.nic_bytes_per_s is {rate:g}; its unit is bytes/s ({other})", stacklevel=3)
+    places = {topology.device: "device"}  # each kind where it is first described
+    for i, group in enumerate(topology.groups):
+        places.setdefault(group.device, f"groups[{i}].device")
+    for device, place in places.items():
+        for key, (least, unit) in _LEAST.items():
+            value = getattr(device, key)
+            if value < least:
+                other = f" ({value:g} GB are {value:g}e9)" if key == "memory_bytes" and 1 <= value <= 1000 else ""
+                warnings.warn(f"{cluster}: {place}.{key} is {value:g}; its unit is {unit}{other}", stacklevel=3)
+        if (rate := device.nic_bytes_per_s) > _FASTEST_CARD:
+            other = f"its unit is bytes/s ({rate / 1e9:g} Gb/s are {rate / 8:g})"
+            warnings.warn(f"{cluster}: {place}.nic_bytes_per_s is {rate:g}; {other}", stacklevel=3)
+    rates = [
+        *((f"{level.name}.bytes_per_s", level.bytes_per_s) for level in topology.levels),
+        *((f"links[{i}].bytes_per_s", link.bytes_per_s) for i, link in enumerate(topology.links)),
+        *((f"groups[{i}].port_bytes_per_s", group.port_bytes_per_s) for i, group in enumerate(topology.groups)),
+    ]
+    for place, slow in rates:
+        if slow is not None and slow < _LEAST["nic_bytes_per_s"][0]:
+            warnings.warn(f"{cluster}: {place} is {slow:g}; its unit is bytes/s", stacklevel=3)
     for level in topology.levels:
-        if level.bytes_per_s is not None and level.bytes_per_s < _LEAST["nic_bytes_per_s"][0]:
-            other = f"{level.name}.bytes_per_s is {level.bytes_per_s:g}; its unit is bytes/s"
-            warnings.warn(f"{cluster}: {other}", stacklevel=3)
         if level.latency_s > _LONGEST_LATENCY_S:
             value = level.latency_s
             other = f" ({value:g} µs are {value:g}e-6)" if value <= 1000 else ""

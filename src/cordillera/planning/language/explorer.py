@@ -348,7 +348,8 @@ class Explorer(ClusterSearch[Workload]):
             found.simulated += 1
         found.plans = [plan for plan in found.own if self.fits(plan)]
         found.sort()
-        found.dropped["needs more memory than a device has"] += len(found.own) - len(found.plans)
+        if len(found.own) > len(found.plans):
+            found.dropped["needs more memory than a device has"] = len(found.own) - len(found.plans)
         found.seconds = time.perf_counter() - begin
         return found
 

@@ -116,7 +116,7 @@ def _reader(kind: str) -> Callable[[str], Any]:
 
 
 def _count(value: str) -> int:
-    if not value.isascii() or not value.isdigit() or not int(value):
+    if not value.isascii() or not value.isdigit() or not value.strip("0"):
         raise ValueError("a whole number of 1 or more; commas go between keys")
     if len(value) > 9:
         raise ValueError("a whole number below a billion")
