@@ -1,6 +1,7 @@
 """Every command does what its help says, and every mistake is answered with the place and the remedy."""
 
 import csv
+import errno
 import io
 import json
 import os
@@ -534,6 +535,43 @@ def test_standard_input_that_is_no_text_is_named(cli, monkeypatch, words):
     refused = cli(*words)
     assert refused.code == 2
     assert "standard input: byte 3 (0xe9) is not UTF-8" in refused.err
+
+
+@pytest.mark.parametrize(("words", "said"), [([], "Large jobs"), (["data"], "describe"), (["delta"], "apply")])
+def test_a_command_without_words_prints_its_help(cli, words, said):
+    told = cli(*words)
+    assert (told.code, told.out) == (2, "")
+    assert said in told.err
+
+
+@pytest.mark.parametrize("ended", [BrokenPipeError(errno.EPIPE, "Broken pipe"), EOFError("unexpected EOF")])
+def test_the_end_of_another_process_is_neither_a_success_nor_an_abort(cli, monkeypatch, ended):
+    def shipped(package):
+        raise ended
+
+    monkeypatch.setattr("cordillera.topology.shipped", shipped)
+    refused = cli("recipe", "list")
+    assert refused.code == 2
+    assert "error: another process of this command has ended" in refused.err
+    assert "ulimit -u" in refused.err
+
+
+def test_a_fork_that_the_system_refuses_comes_with_advice(cli, monkeypatch):
+    def shipped(package):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("cordillera.topology.shipped", shipped)
+    refused = cli("recipe", "list")
+    assert refused.code == 2
+    assert "Resource temporarily unavailable\n  -> see whether the system allows more processes" in refused.err
+
+
+def test_a_closed_standard_input_is_an_empty_one(cli, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    refused = cli("generate", "smollm2", "-")
+    sys.stdin.close()
+    assert refused.code == 2
+    assert "standard input: holds no prompt" in refused.err
 
 
 def test_version_and_help_answer_without_loading_torch(tmp_path):

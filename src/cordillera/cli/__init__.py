@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
 import resource
+import select
 import sys
 import warnings
 from typing import Any, NoReturn
@@ -29,6 +31,7 @@ _REMEDIES = {
     errno.EROFS: "choose a folder that can be written",
     errno.EACCES: "choose a file or folder that this user may use",
     errno.EPERM: "choose a file or folder that this user may use",
+    errno.EAGAIN: "see whether the system allows more processes (`ulimit -u`)",
 }
 
 _with_place = warnings.formatwarning
@@ -90,12 +93,57 @@ def _leave_pipe() -> NoReturn:
     sys.exit(0)
 
 
+def _is_left() -> bool:
+    """Return whether the reader of standard output or standard error is gone."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no descriptor, or a closed one
+            poll.register(stream.fileno(), 0)
+    return any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0))
+
+
+def _end_of_process() -> NoReturn:
+    """Print that a process which this one talked to, or started, is gone, and end."""
+    remedy = "see whether the system allows more processes (`ulimit -u`), and whether there is enough memory"
+    _end(RunError("another process of this command has ended, or could not begin", remedy=remedy))
+
+
+def _end_of_pipe() -> NoReturn:
+    """End well if the reader of the output left; otherwise, the pipe led to another process."""
+    if _is_left():
+        _leave_pipe()
+    _end_of_process()
+
+
+def _end_mistake(error: Any) -> NoReturn:
+    """Print a mistake on the command line, which Typer found, and end the process."""
+    from pydantic import ValidationError
+    from typer import rich_utils
+
+    if isinstance(error.__cause__, ValidationError):  # Typer checks options with pydantic
+        from cordillera.mistakes import explain
+
+        first: Any = error.__cause__.errors()[0]
+        if first["type"] == "value_error":  # an error that Typer raised itself
+            error.message = error.message.removeprefix("Value error, ")
+        else:
+            error.message = explain([{**first, "loc": ()}], lambda path: ())[0][1]
+    said = printable(error.format_message(), lines=True)
+    if type(error).__name__ == "NoArgsIsHelpError":  # the help, which Typer's function does not print
+        typer.echo(said, err=True)
+    else:
+        error.format_message = lambda: said
+        rich_utils.rich_format_error(error)
+    sys.exit(getattr(error, "exit_code", 2))
+
+
 def main() -> None:
     """Run the command line; errors for users are printed without a traceback unless CORDILLERA_DEBUG=1 is set."""
     gc.set_threshold(20_000)  # with the default of 700, garbage collection takes a fifth of the time to import torch
     warnings.formatwarning = _formatted  # type: ignore[assignment]
-    # A stream that the caller closed (`>&-`) is None.
+    # A stream that the caller closed (`>&-`, `<&-`) is None.
     sys.stdout, sys.stderr = (one or open(os.devnull, "w") for one in (sys.stdout, sys.stderr))  # noqa: SIM115
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # also escape characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")
@@ -108,16 +156,18 @@ def main() -> None:
     except CordilleraError as error:
         _end(error)
     except BrokenPipeError:
-        _leave_pipe()
+        _end_of_pipe()
     except SystemExit:
         if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # Typer has caught the broken pipe first
-            _leave_pipe()
+            _end_of_pipe()
         raise
     except OSError as error:
         if os.environ.get("CORDILLERA_DEBUG"):
             raise
         _end(_of_system(error))
-    except typer.Abort:
+    except typer.Abort as stop:
+        if isinstance(stop.__cause__, EOFError):  # Typer takes the end of another process for Ctrl-D
+            _end_of_process()
         sys.exit(1)
     except UnicodeEncodeError as error:
         if os.environ.get("CORDILLERA_DEBUG") or "surrogates" not in error.reason:
@@ -127,18 +177,4 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # a mistake on the command line
             raise
-        from pydantic import ValidationError
-        from typer import rich_utils
-
-        if isinstance(error.__cause__, ValidationError):  # Typer checks options with pydantic
-            from cordillera.mistakes import explain
-
-            first: Any = error.__cause__.errors()[0]
-            if first["type"] == "value_error":  # an error that Typer raised itself
-                error.message = error.message.removeprefix("Value error, ")  # type: ignore[attr-defined]
-            else:
-                error.message = explain([{**first, "loc": ()}], lambda path: ())[0][1]  # type: ignore[attr-defined]
-        said = printable(error.format_message(), lines=True)
-        error.format_message = lambda: said
-        rich_utils.rich_format_error(error)  # type: ignore[arg-type]
-        sys.exit(getattr(error, "exit_code", 2))
+        _end_mistake(error)
