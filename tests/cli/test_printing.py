@@ -440,11 +440,15 @@ def test_commands_to_go_on_with_can_be_pasted_into_a_shell(cli, tmp_path):
     assert _show.to_type("train", "runs/a", "--resume") == "cordillera train runs/a --resume"
 
 
-def test_lines_of_progress_begin_with_the_local_time_the_first_with_the_date(monkeypatch):
+DUMB = {"force_terminal": True, "_environ": {"TERM": "dumb"}}  # draws nothing, as Emacs' shell and many logs of jobs
+
+
+@pytest.mark.parametrize("terminal", [{}, DUMB], ids=["file", "dumb terminal"])
+def test_lines_of_progress_begin_with_the_local_time_the_first_with_the_date(monkeypatch, terminal):
     monkeypatch.setattr(_terminal, "_FIRST_S", 0.01)
     monkeypatch.setattr(_terminal, "_LONGEST_S", 0.01)
     file = io.StringIO()
-    with ProgressLines(TextColumn("{task.description}"), console=Console(file=file, width=200)) as bar:
+    with ProgressLines(TextColumn("{task.description}"), console=Console(file=file, width=200, **terminal)) as bar:
         bar.add_task("preparing", total=None)
         until = time.monotonic() + 20
         while file.getvalue().count("\n") < 3 and time.monotonic() < until:
@@ -454,6 +458,18 @@ def test_lines_of_progress_begin_with_the_local_time_the_first_with_the_date(mon
     assert all(re.fullmatch(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d  preparing", line) for line in others)
     assert re.fullmatch(r"\d\d:\d\d:\d\d  preparing", others[0]) or first[:10] != time.strftime("%Y-%m-%d")
     assert abs(time.mktime(time.strptime(first[:19], "%Y-%m-%d %H:%M:%S")) - time.time()) < 60
+
+
+def test_warnings_stay_in_the_file_to_which_standard_error_leads_while_a_bar_is_drawn(monkeypatch):
+    terminal, log = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    drawn = Console(file=terminal, force_terminal=True, _environ={"TERM": "xterm"})
+    with ProgressLines(TextColumn("{task.description}"), console=drawn, transient=True) as bar:
+        bar.add_task("preparing", total=None)
+        print("warning: a", file=sys.stderr)
+    assert log.getvalue() == "warning: a\n"
+    assert "preparing" in terminal.getvalue()
+    assert "warning" not in terminal.getvalue()
 
 
 def test_the_time_since_the_beginning_stays_when_steps_begin_to_be_counted():

@@ -142,8 +142,8 @@ def main() -> None:
     gc.set_threshold(20_000)  # with the default of 700, garbage collection takes a fifth of the time to import torch
     warnings.formatwarning = _formatted  # type: ignore[assignment]
     # A stream that the caller closed (`>&-`, `<&-`) is None.
-    sys.stdout, sys.stderr = (one or open(os.devnull, "w") for one in (sys.stdout, sys.stderr))  # noqa: SIM115
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout, sys.stderr = (one or open(os.devnull, "w") for one in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # also escape characters that the terminal's encoding lacks
             stream.reconfigure(errors="backslashreplace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
 from typing import IO, Any, cast
@@ -140,13 +141,16 @@ def _row_by_row(table: Table) -> Table:
 class ProgressLines(Progress):
     """A progress bar; where there is no terminal, a line after ten seconds and then less and less often.
 
-    A line begins with the local time, the first one of a day with the date too.
+    A line begins with the local time, the first one of a day with the date too. What is printed to standard output and
+    error meanwhile stands above the bar, unless it goes to a file or a pipe.
     """
 
     def __init__(self, *columns: Any, **options: Any) -> None:
-        super().__init__(*columns, **options)
+        drawn_out, drawn_err = sys.stdout.isatty(), sys.stderr.isatty()
+        super().__init__(*columns, redirect_stdout=drawn_out, redirect_stderr=drawn_err, **options)
         self._ended, self._teller = threading.Event(), threading.Thread(target=self._tell, daemon=True)
-        self._is_drawn = self.console.is_terminal or self.console.is_jupyter  # stays true after the terminal closes
+        can_draw = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._is_drawn = can_draw or self.console.is_jupyter  # stays true after the terminal closes
 
     def start(self) -> None:
         """Draw the bar, or begin to print lines."""
