@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,3 +45,17 @@ def test_a_loss_and_its_end_are_told_once_and_calm_is_not(tmp_path: Path, monkey
         "step 1,010: training goes on with r0, r1",
         "the coordinator ended and is started again",
     ]
+
+
+def test_a_coordinator_that_was_stopped_goes_on_where_replicas_look_for_it(cli, monkeypatch) -> None:
+    report = SimpleNamespace(ended="interrupted", progress=SimpleNamespace(step=1_200))
+
+    def coordinated(recipe, folder, **options):
+        return SimpleNamespace(run=SimpleNamespace(folder=folder), report=report)
+
+    monkeypatch.setattr("cordillera.workflows.language.coordinate", coordinated)
+    begun = ("coordinate", "llama-debug", "--run", "my run", "--replicas", 2)
+    told = "interrupted at step 1,200; everything is saved\n  -> continue with: cordillera coordinate 'my run' --resume"
+    for options, more in (((), ""), (("--listen", "0.0.0.0:29400"), " --listen 0.0.0.0:29400")):
+        stopped = cli(*begun, *options)
+        assert (stopped.code, stopped.out) == (130, f"{told}{more}\n"), stopped.err

@@ -27,18 +27,18 @@ from cordillera.distributed.dtensors import local
 from cordillera.distributed.fault_tolerance.chaos.processes import JobProcess
 from cordillera.distributed.fault_tolerance.coordination import FaultToleranceConfig, Membership, initial_commit
 from cordillera.distributed.fault_tolerance.events import read_events
-from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher, job_identity
+from cordillera.distributed.fault_tolerance.launcher import ReplicaLauncher, ReplicaService, job_identity
 from cordillera.distributed.fault_tolerance.replica import ReplicaPlace
 from cordillera.distributed.job.launch import LaunchConfig
 from cordillera.distributed.mesh import ProcessMesh
-from cordillera.errors import CordilleraError, DataError, PlanError, RankError, RunError
+from cordillera.errors import CordilleraError, DataError, Interrupted, PlanError, RankError, RunError
 from cordillera.recipe import LanguageRecipe, dump, validate
 from cordillera.run import Run
 from cordillera.training.checkpoints import folder_of, steps
 from cordillera.training.language.checkpoints import ShardedCheckpoints
 from cordillera.training.language.engine import LanguageEngine
 from cordillera.training.language.replicated import ReplicatedTrainer
-from cordillera.workflows.language import batches_of, prepare
+from cordillera.workflows.language import batches_of, coordinate, prepare
 from tests.distributed.processes import needs_gloo
 from tests.training.replicated_runs import (
     BOTH,
@@ -397,9 +397,23 @@ def test_a_coordinator_that_is_stopped_alone_says_how_to_go_on(recipe: Any) -> N
     coordinator.terminate()
     said = coordinator.communicate(timeout=120)[0]
     assert "interrupted: a run: the coordinator was stopped before the replicas had ended" in said
-    assert "`cordillera coordinate 'a run' --resume`" in said
+    assert "`cordillera coordinate 'a run' --resume --listen 0.0.0.0:0`" in said
     assert coordinator.returncode == 130
     assert Run("a run").status().ended == "failed"
+
+
+@pytest.mark.parametrize(
+    ("listen", "again"),
+    [("127.0.0.1:0", "cordillera coordinate 'a run' --resume"),
+     ("0.0.0.0:0", "cordillera coordinate 'a run' --resume --listen 0.0.0.0:0")],
+)  # fmt: skip
+def test_replicas_find_a_coordinator_again_that_goes_on(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch, listen: str, again: str
+) -> None:
+    monkeypatch.setattr(ReplicaService, "serve", lambda service, is_over: service._coordinator.close())
+    with pytest.raises(Interrupted) as stopped:
+        coordinate(recipe(), "a run", listen=listen)
+    assert stopped.value.remedy == f"go on with `{again}`"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import typer
 
 from cordillera.cli._show import Changes
 
+_FREE_PORT = "127.0.0.1:0"
+
 
 def coordinate(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, a TOML file, or a run folder with --resume.")],
@@ -19,7 +21,7 @@ def coordinate(
     nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Processes of each replica.")] = None,
     listen: Annotated[
         str, typer.Option(help="HOST:PORT at which replicas find it; port 0 takes a free one.")
-    ] = "127.0.0.1:0",
+    ] = _FREE_PORT,
     set_: Changes = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
@@ -43,4 +45,5 @@ def coordinate(
     folder = old.folder if old else run or next_path(Path("runs"), found.name)
     with replicas_told(folder, answer.say):
         outcome = coordinate_replicas(found, folder, resume=resume, processes=nproc, listen=listen, say=answer.say)
-    tell_outcome(answer, outcome, "coordinate", is_resumed=resume)
+    again = ("--listen", listen) if listen != _FREE_PORT else ()  # where replicas look for it
+    tell_outcome(answer, outcome, "coordinate", again, is_resumed=resume)

@@ -329,13 +329,15 @@ def tell_outcome(
     answer: CommandOutput,
     outcome: Outcome | LanguageOutcome,
     command: str,
+    again: Sequence[str] = (),
     *,
     is_resumed: bool = False,
     is_old: bool = False,
 ) -> None:
     """Print how training ended, its result and the report's path, or the ``command`` that resumes it.
 
-    With ``is_resumed``, the command trained the last part; with ``is_old``, it had ended before the command.
+    Options that the latter needs are ``again``. With ``is_resumed``, the command trained the last part; with
+    ``is_old``, it had ended before the command.
 
     Raises:
         typer.Exit: If it was interrupted.
@@ -343,7 +345,7 @@ def tell_outcome(
     folder, step = outcome.run.folder, outcome.report.progress.step
     if outcome.report.ended == "interrupted":
         answer.say(f"interrupted at step {step:,}; everything is saved", ended="interrupted", steps=step, run=folder)
-        answer.say(f"  -> continue with: {to_type(command, folder, '--resume')}")
+        answer.say(f"  -> continue with: {to_type(command, folder, '--resume', *again)}")
         raise typer.Exit(130)
     _print(answer, outcome, is_resumed, is_old)
     answer.say(f"report: {folder / 'report.html'}", run=folder, report=folder / "report.html")

@@ -441,8 +441,9 @@ def coordinate(
             run.write_status("failed", max(steps(run.checkpoints), default=0), recipe.training.steps, why)
         _write_replicas_page(run, say)
         if report is None:
-            remedy = f"go on with `cordillera coordinate {shlex.quote(str(run.folder))} --resume`"
-            raise Interrupted(why, where=str(run.folder), remedy=remedy)
+            at = ("--listen", listen) if listen != "127.0.0.1:0" else ()
+            again = shlex.join(["cordillera", "coordinate", str(run.folder), "--resume", *at])
+            raise Interrupted(why, where=str(run.folder), remedy=f"go on with `{again}`")
         if report.ended != "interrupted":
             write_language_report(run)
     return LanguageOutcome(run, report)
