@@ -15,6 +15,7 @@ import pytest
 from cordillera.errors import CheckpointError, DataError, PlanError, printable
 from cordillera.files import (
     TOML_DEPTH,
+    at_home,
     check_writable,
     parse_json,
     parse_sealed,
@@ -188,6 +189,24 @@ def test_a_file_that_cannot_be_written_is_named_and_changes_no_other(tmp_path: P
         write({tmp_path / "first": "new", tmp_path / "sub" / ("y" * 300 + " second"): "new"})
     assert (tmp_path / "first").read_text() == "old"
     assert not list(tmp_path.glob(".*"))
+
+
+def test_what_is_no_file_keeps_its_place(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null"), Path("/dev/stdout")):
+        with pytest.raises(PlanError, match="cannot be written: it is no ordinary file\n  -> name another place"):
+            check_writable(path)
+    with pytest.raises(PlanError, match="pipe: cannot be written: it is no ordinary file"):
+        write({tmp_path / "first": "new", tmp_path / "pipe": "new"})
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_path_in_the_home_folder_is_one_wherever_a_shell_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert at_home("~/runs/a") == at_home(Path("~/runs/a")) == Path("/home/me/runs/a")
+    for name in ("runs/~", "a~", ".", "~\0"):
+        assert at_home(name) == Path(name)
 
 
 @pytest.mark.parametrize(("lost", "works"), [(0, True), (4, True), (5, False)])

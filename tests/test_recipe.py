@@ -156,6 +156,12 @@ def test_an_override_in_brackets_that_is_no_toml_is_not_taken_for_text():
     assert parse_override("name=[draft] first") == ("name", "[draft] first")
 
 
+@pytest.mark.parametrize("value", ["2026-03-02", "2026-03-02T10:00:00Z", "10:30:00"])
+def test_an_override_that_looks_like_a_date_is_text(value):
+    assert parse_override(f"data.path= {value} ") == ("data.path", value)
+    assert load("movielens-lr", ["name=2026-03-02"]).name == "2026-03-02"
+
+
 def test_an_override_below_a_value_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="not a section"):
         load(write(tmp_path, GOOD), ["seed.more=1"])

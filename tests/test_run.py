@@ -16,7 +16,16 @@ from pydantic import BaseModel
 
 from cordillera import run as run_module
 from cordillera.errors import RunError
-from cordillera.run import Run, check_recipe, next_path, recipe_state, write_atomically
+from cordillera.run import (
+    Run,
+    check_new_folder,
+    check_no_run,
+    check_recipe,
+    next_path,
+    recipe_state,
+    remove_folder,
+    write_atomically,
+)
 from tests.fuzzing import flips
 
 
@@ -263,6 +272,49 @@ def test_a_run_that_failed_before_its_first_checkpoint_is_not_to_be_resumed(tmp_
     (run.checkpoints / "step-5").mkdir()
     with pytest.raises(RunError, match=r"go on with `cordillera train .* --resume`"):
         Run.create(tmp_path / "a", "seed = 1\n")
+
+
+@pytest.mark.parametrize("name", ["file", "folder", "."])
+def test_what_is_no_run_is_not_advised_to_be_resumed(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/other").touch()
+    with pytest.raises(RunError, match="already exists") as refused:
+        check_new_folder(Path(name))
+    assert refused.value.remedy == "name another folder for the run"
+
+
+def test_advice_to_resume_a_run_is_a_command_for_a_shell(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Run.create("my run", "seed = 1\n")
+    again = "`cordillera train 'my run' --resume`"
+    with pytest.raises(RunError) as refused:
+        check_new_folder(Path("my run"))
+    assert refused.value.remedy == f"name another folder for the run, or go on with {again}"
+    with pytest.raises(RunError) as refused:
+        check_no_run("my run", "train")
+    assert refused.value.remedy == f"continue it with {again}"
+
+
+def test_a_run_in_the_home_folder_is_made_and_found_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert Run.create("~/runs/a", "seed = 1\n").folder == tmp_path / "home/runs/a"
+    assert Run(Path("~/runs/a")).recipe_file.is_file()
+    with pytest.raises(RunError, match="already exists"):
+        check_new_folder(Path("~/runs/a"))
+    with pytest.raises(RunError, match="is a run folder"):
+        check_no_run("~/runs/a", "train")
+    assert not (tmp_path / "~").exists()
+
+
+def test_of_a_link_to_a_folder_the_link_alone_is_deleted(tmp_path):
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1/file").touch()
+    (tmp_path / "newest").symlink_to("v1")
+    remove_folder(tmp_path / "newest")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "v1"]
 
 
 def test_what_a_killed_process_was_writing_goes_when_the_run_goes_on(run):

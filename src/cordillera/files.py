@@ -47,6 +47,14 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
+def at_home(path: Path | str) -> Path:
+    """Return a ``path`` with the home folder in place of ``~``, which a shell leaves as it is within ``--run=~/a``."""
+    try:
+        return Path(os.path.expanduser(path))
+    except ValueError:  # a null byte in the name
+        return Path(path)
+
+
 def read_text(
     path: Path | str,
     *,
@@ -269,6 +277,7 @@ def write(texts: Mapping[Path, str]) -> None:
     path, made, beside = next(iter(texts)), list[Path](), dict[Path, Path]()
     try:
         for path, text in texts.items():
+            _check_replaceable(path)
             make_folders(path.parent, made)
             for leftover in left_behind(path.parent, path.name):
                 leftover.unlink(missing_ok=True)
@@ -368,15 +377,21 @@ def remove_made(made: list[Path]) -> None:
             one.rmdir()
 
 
+def _check_replaceable(path: Path) -> None:
+    """Check that what has a name is a file, or nothing: a device in whose place a file came would be lost to all."""
+    if (path.exists() and not path.is_file()) or str(path) in ("/dev/stdout", "/dev/stderr"):  # links, maybe to files
+        kind = "a folder" if path.is_dir() else "no ordinary file"
+        raise PlanError(f"cannot be written: it is {kind}", where=str(path), remedy="name another place")
+
+
 def check_writable(*paths: Path) -> None:
     """Check before the work whether :func:`write` could write to paths, which need not exist; leave nothing behind.
 
     Raises:
-        PlanError: If a folder cannot be created or written to, or a path is a folder.
+        PlanError: If a folder cannot be created or written to, or a path is a folder, a device or a pipe.
     """
     for path in paths:
-        if path.is_dir():
-            raise PlanError("cannot be written: it is a folder", where=str(path), remedy="name another place")
+        _check_replaceable(path)
         tries = 5
         while tries:
             made: list[Path] = []

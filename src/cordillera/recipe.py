@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import difflib
 import re
+import shlex
 import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, time
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -38,7 +40,7 @@ from cordillera.distributed.fault_tolerance.coordination import FaultToleranceCo
 from cordillera.distributed.planned_mesh import PlannedParallelConfig
 from cordillera.embeddings.tables import TablesConfig
 from cordillera.errors import CordilleraError, DataError, RecipeError, printable
-from cordillera.files import TOML_BYTES, TOML_DEPTH, parse_toml, read_text, write
+from cordillera.files import TOML_BYTES, TOML_DEPTH, at_home, parse_toml, read_text, write
 from cordillera.kernels.threads import MOST_THREADS
 from cordillera.mistakes import explain, field_descriptions, known_keys, meant, models_of, text_of
 from cordillera.models.imported import SHIPPED, import_model, is_imported
@@ -182,15 +184,15 @@ def _read(source: str | Path | RankingRecipe | LanguageRecipe) -> tuple[str, str
             "tables are given as rows=" if hasattr(source, "columns") else "must be a name, a path, a recipe or a dict"
         )
         raise RecipeError("load_recipe", [("source", f"{what}, got {type(source).__name__}")])
-    path = Path(source)
+    path = at_home(source)
     folder = resources.files("cordillera.recipes")
     files = {one.name[:-5]: one for one in folder.iterdir() if one.name.endswith(".toml")}
     if str(source) in files:
         return files[str(source)].read_text(encoding="utf-8"), str(source)
     if _is_file(path / "recipe.toml"):
         path = path / "recipe.toml"
-    if _is_file(path) and path.suffix in (".csv", ".tsv", ".parquet", ".gz"):
-        why = f"is a log, not a recipe: `cordillera recipe new {source}` writes one"
+    if _is_file(path) and path.suffix.lower() in (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".zst"):
+        why = f"is a log, not a recipe: `cordillera recipe new {shlex.quote(str(path))}` writes one"
         raise RecipeError(str(source), [("file", why)])
     if _is_file(path):
         return read_text(path, limit=TOML_BYTES), str(path)
@@ -229,7 +231,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     if value.strip() in ("null", "none", "None"):
         return key, None
     try:
-        return key, parse_toml(f"value = {value}", "--set")["value"]
+        found = parse_toml(f"value = {value}", "--set")["value"]
+        return key, value.strip() if isinstance(found, date | time) else found  # no key is a date
     except DataError as error:
         is_text, ends = isinstance(error.__cause__, tomllib.TOMLDecodeError), value.strip()[:1] + value.strip()[-1:]
         if is_text and ends not in ("[]", "{}"):
@@ -368,12 +371,10 @@ def validate(content: dict[str, Any], source: str = "recipe") -> RankingRecipe |
             raise RecipeError(source, [("model.name", what)])
         kind = _with_imported(name, source)
     elif isinstance(name, str) and name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        problems = [("model.name", f"must be one of {', '.join(known)}{hint}, got {name!r}")]
+        problems = [("model.name", f"must be one of {', '.join(known)}{meant(name, known)}, got {name!r}")]
         try:  # other sections are checked against the closest known name, or not at all
-            for meant in close:
-                validate({**content, "model": {**model, "name": meant}}, source)
+            for close in difflib.get_close_matches(name, known, n=1):
+                validate({**content, "model": {**model, "name": close}}, source)
         except RecipeError as error:
             problems += error.problems
         except CordilleraError:

@@ -26,6 +26,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import sys
 import time
@@ -41,6 +42,7 @@ from pydantic import BaseModel, ValidationError
 from cordillera.errors import RunError
 from cordillera.files import (
     TOML_BYTES,
+    at_home,
     is_there,
     left_behind,
     parse_sealed,
@@ -274,7 +276,7 @@ class Run:
     def __init__(self, folder: Path | str, *, of_search: bool = False) -> None:
         if not isinstance(folder, str | Path):
             raise RunError(f"the folder of a run is needed, got {type(folder).__name__}", where="run")
-        self.folder = Path(folder)
+        self.folder = at_home(folder)
         self._is_held = False
         if not (self.folder / "recipe.toml").is_file():
             raise RunError(
@@ -297,7 +299,7 @@ class Run:
         Raises:
             RunError: If the folder exists and is not empty, or cannot be written.
         """
-        folder = Path(folder)
+        folder = at_home(folder)
         recipe_file = folder / "recipe.toml"
         begun = check_new_folder(folder)
         with disk_errors(folder):
@@ -512,6 +514,7 @@ def check_new_folder(folder: Path, command: str = "train") -> list[Path]:
     Raises:
         RunError: If the folder exists and is not empty.
     """
+    folder = at_home(folder)
     begun = left_behind(folder, "recipe.toml")
     if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - set(begun)):
         if _failed_at_once(folder):
@@ -520,7 +523,8 @@ def check_new_folder(folder: Path, command: str = "train") -> list[Path]:
                 where=str(folder),
                 remedy="delete it, name another folder for the run, or begin it again with --resume",
             )
-        go_on = "" if (folder / SEARCH_FILE).is_file() else f", or go on with `cordillera {command} {folder} --resume`"
+        is_run = (folder / "recipe.toml").is_file() and not (folder / SEARCH_FILE).is_file()
+        go_on = f", or go on with `{shlex.join(['cordillera', command, str(folder), '--resume'])}`" if is_run else ""
         raise RunError("already exists", where=str(folder), remedy=f"name another folder for the run{go_on}")
     return begun
 
@@ -541,9 +545,9 @@ def check_no_run(recipe: str, command: str) -> None:
     Raises:
         RunError: If it is, or is the folder of a search.
     """
-    if (Path(recipe) / "recipe.toml").is_file():
+    if (at_home(recipe) / "recipe.toml").is_file():
         Run(recipe)  # or the folder of a search
-        remedy = f"continue it with `cordillera {command} {recipe} --resume`"
+        remedy = f"continue it with `{shlex.join(['cordillera', command, str(at_home(recipe)), '--resume'])}`"
         raise RunError("is a run folder", where=recipe, remedy=remedy)
 
 
@@ -558,8 +562,11 @@ def next_path(parent: Path, name: str, ending: str = "") -> Path:
 def remove_folder(folder: Path) -> None:
     """Delete a folder and all its content, from its name on: what a kill leaves does not pass for the whole folder.
 
-    A folder that does not exist is ignored.
+    A folder that does not exist is ignored; of a link, the link alone goes.
     """
+    if folder.is_symlink():
+        with contextlib.suppress(OSError):
+            return folder.unlink()
     if not folder.name.startswith("."):
         with contextlib.suppress(OSError):
             folder = folder.rename(folder.with_name(f".{folder.name}.{os.getpid()}.tmp"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import polars as pl
 import pytest
 import tomlkit
 
+from cordillera import workflows
+from cordillera.cli import augment as command
+from cordillera.cli._show import CommandOutput
 from cordillera.data.ranking.stream.parts import StreamFolder
+from cordillera.errors import Interrupted
+from cordillera.run import Run
 from cordillera.workflows.streams.augmentation import load_streams, student_recipes
 
 SCHEMA: dict[str, Any] = {
@@ -264,3 +270,22 @@ def test_a_folder_that_another_process_writes_is_refused(cli: Any, logs: Path) -
         result = cli("augment", file)
     assert result.code == 2
     assert "another process writes into it" in (result.out + result.err)
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_ctrl_c_outside_of_a_student_s_steps_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_begun: bool
+) -> None:
+    folder = tmp_path / "out" / "north" / "run"
+
+    def stop(recipe: Any, folder: Path, **options: Any) -> None:
+        if is_begun:
+            Run.create(folder, "seed = 1\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workflows, "train", stop)
+    recipes: Any = {"north": "a recipe"}
+    with pytest.raises(Interrupted, match="the student of north is not finished") as stopped:
+        command._train_students(CommandOutput(False), recipes, tmp_path / "out", True)
+    again = f"continue with: cordillera train {shlex.quote(str(folder))} --resume"
+    assert stopped.value.remedy == (again if is_begun else "give the same command again")

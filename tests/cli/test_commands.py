@@ -19,7 +19,7 @@ import pytest
 
 from cordillera import workflows
 from cordillera.cli import chat
-from cordillera.errors import Terminated
+from cordillera.errors import RunError, Terminated
 from cordillera.recipe import load
 from cordillera.run import Run
 from cordillera.topology import shipped
@@ -617,10 +617,35 @@ def test_data_describe_of_a_file_points_to_what_describes_files(cli, recipe, tmp
     assert "`cordillera recipe new log.csv` prints what each of its columns is" in refused.err
 
 
-def test_a_log_in_place_of_a_recipe_is_called_one(cli, recipe, tmp_path):
-    result = cli("train", tmp_path / "log.csv")
+@pytest.mark.parametrize("name", ["log.csv", "clicks.pq", "train.txt", "log.csv.zst", "LOG.TSV"])
+def test_a_log_in_place_of_a_recipe_is_called_one(cli, tmp_path, name):
+    write_log(tmp_path / f"my {name}", rows=2)
+    result = cli("train", f"my {name}")
     assert result.code == 2
-    assert "is a log, not a recipe: `cordillera recipe new " in result.err
+    assert f"is a log, not a recipe: `cordillera recipe new 'my {name}'` writes one" in result.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "movielens-lr"),
+        ("sweep", "movielens-lr", "--size", "seed=1"),
+        ("search", "movielens-dlrm", "--space", "small"),
+        ("isoflop", "llama-debug", "--budget", "1e13"),
+    ],
+)
+def test_a_folder_may_begin_with_a_tilde_that_a_shell_left(cli, tmp_path, monkeypatch, words):
+    folders = []
+
+    def stop(*given, folder=None, **options):
+        folders.append(folder or given[1])
+        raise RunError("that is enough")
+
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(workflows, words[0], stop)
+    refused = cli(*words, "--run=~/a")
+    assert (refused.code, folders) == (2, [tmp_path / "home/a"]), refused.err
+    assert not (tmp_path / "~").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -662,6 +687,19 @@ def test_a_day_that_is_not_there_is_said_to_be_so(cli, copied):
         found = cli(*command)
         assert found.code == 2
         assert "there is no such file or folder" in found.err
+
+
+@pytest.mark.parametrize(
+    "words", [("sweep", "movielens-lr", "--size", "seed=1"), ("isoflop", "llama-debug", "--budget", "1e13")]
+)
+def test_ctrl_c_between_the_trainings_of_a_study_says_how_to_go_on(cli, monkeypatch, words):
+    def stop(*given, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workflows, words[0], stop)
+    stopped = cli(*words)
+    assert stopped.code == 130
+    assert stopped.err.endswith("interrupted: what is finished is saved\n  -> give the same command again to go on\n")
 
 
 def test_sigterm_ends_a_chat_where_ctrl_c_ends_an_answer(capsys, monkeypatch):

@@ -633,6 +633,30 @@ def test_ctrl_c_and_the_end_of_a_space_are_told_by_status(
     assert run_states(["runs/one"])[0].state == "search: space exhausted"
 
 
+def test_ctrl_c_while_the_data_is_prepared_says_how_to_go_on_and_status_tells_of_it(
+    cli: Any, files: Any, tried: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_stopped, prepared = [True], module.prepare
+
+    def prepare(config: Any) -> Any:
+        if is_stopped[0]:
+            raise KeyboardInterrupt
+        return prepared(config)
+
+    monkeypatch.setattr(module, "prepare", prepare)
+    command = ("search", files[0], "--space", files[1], "--run", "runs/one", "--trials", 6)
+    for on_record in (0, 6):
+        is_stopped[0] = True
+        stopped = cli(*command)
+        assert stopped.code == 130
+        said = "interrupted: finished trials are saved\n  -> give the same command again to go on\n"
+        assert stopped.err.endswith(said)
+        (state,) = run_states(["runs/one"])
+        assert (state.state, state.step, state.steps) == ("search: interrupted", on_record, 6)
+        is_stopped[0] = False
+        assert cli(*command).code == 0
+
+
 def test_a_search_starts_no_more_processes_than_proposals(
     cli: Any, files: Any, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,11 +13,13 @@ import pytest
 from cordillera import workflows
 from cordillera.cli import generate
 from cordillera.errors import DataError, RecipeError, RunError
-from cordillera.recipe import LanguageRecipe, RankingRecipe
+from cordillera.recipe import LanguageRecipe, RankingRecipe, dump
 from cordillera.recipe import load as load_recipe
+from cordillera.run import Run
 from cordillera.topology import shipped
 from cordillera.workflows import processes, scaling
 from cordillera.workflows.scores import Losses
+from cordillera.workflows.trained import recipe_of
 
 
 def test_what_rank_0_reports_arrives_where_it_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +150,12 @@ def test_a_sweep_without_a_finite_loss_says_so(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(scaling.scaling_laws, "measure", lambda runs: found)
     with pytest.raises(DataError, match="no run has a finite NE on the test split"):
         scaling._measured([], tmp_path)
+
+
+def test_a_run_of_a_language_model_is_answered_with_a_command_for_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run.create("my run", dump(load_recipe("llama-debug")))
+    with pytest.raises(RunError, match="scores no samples\n  -> `cordillera generate 'my run'` writes with it, "):
+        recipe_of(run)

@@ -450,7 +450,7 @@ def test_nothing_stays_stopped_after_an_interruption(job: Job, number: signal.Si
 
 def test_the_injection_ends_with_the_job(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        made = Job(tmp_path / "run")
+        made = Job(tmp_path / "my run")
         lock = stack.enter_context(ExitStack())
         lock.enter_context(made.run.lock())
         for name in ("r0", "r1"):
@@ -461,8 +461,9 @@ def test_the_injection_ends_with_the_job(tmp_path: Path) -> None:
         late = Fault(what="kill", replica="r1", rank=0, at_step=9)
         assert injected(made, stop, late, on_fault=lambda _: threading.Timer(0.2, lock.close).start()) == [late]
         assert sleeps(made.processes["r0"])
-        with pytest.raises(RunError, match="no process on this machine trains it"):
+        with pytest.raises(RunError, match="no process on this machine trains it") as refused:
             find_job(made.run.folder)
+        assert f"`cordillera train '{made.run.folder}' --resume`" in str(refused.value)
 
 
 def test_a_job_is_one_whose_launcher_has_the_lock_open(tmp_path: Path, job: Job) -> None:

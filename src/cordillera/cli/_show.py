@@ -30,7 +30,7 @@ from rich.text import Text
 
 from cordillera.cli._terminal import PlainConsole, ProgressLines, Terminal
 from cordillera.distributed.job.environment import is_silent
-from cordillera.errors import DataError, PlanError, RunError, printable
+from cordillera.errors import DataError, Interrupted, PlanError, RunError, printable
 from cordillera.files import check_writable
 from cordillera.numbers import fixed
 
@@ -236,6 +236,19 @@ def check_result(run: Path, name: str, remedy: str = "work on a copy of the run"
             check_writable(run / name)
         except PlanError as error:
             raise RunError(error.what, where=error.where, remedy=remedy) from error
+
+
+@contextlib.contextmanager
+def interruptions_told() -> Iterator[None]:
+    """Say how to go on after Ctrl-C in work whose finished parts are kept, wherever the work itself does not say it.
+
+    Raises:
+        Interrupted: After Ctrl-C.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("what is finished is saved", remedy="give the same command again to go on") from None
 
 
 def to_type(*words: object) -> str:

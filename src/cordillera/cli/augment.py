@@ -78,7 +78,13 @@ def _train_students(answer: CommandOutput, recipes: Mapping[str, RankingRecipe],
         with training_progress(answer.notes, quiet=quiet) as (on_student, say):
             say(f"student of {stream}")
             folder = next_path(out / stream, "run")
-            student = workflows.train(recipe, folder, on_step=on_student, say=say)
+            try:
+                student = workflows.train(recipe, folder, on_step=on_student, say=say)
+            except KeyboardInterrupt:  # before its first step, or after its last one
+                again = "give the same command again"
+                if (folder / "recipe.toml").is_file():
+                    again = f"continue with: {to_type('train', folder, '--resume')}"
+                raise Interrupted(f"the student of {stream} is not finished", remedy=again) from None
         ended, folder = student.report.ended, student.run.folder
         students.append({"stream": stream, "ended": ended, "run": folder})
         if ended == "interrupted":

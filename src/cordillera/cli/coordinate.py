@@ -30,10 +30,12 @@ def coordinate(
     from cordillera.cli._show import CommandOutput
     from cordillera.cli.train import resumed, tell_outcome
     from cordillera.errors import RecipeError
+    from cordillera.files import at_home
     from cordillera.recipe import LanguageRecipe, load
     from cordillera.run import check_no_run, next_path
     from cordillera.workflows.language import coordinate as coordinate_replicas
 
+    run = run and at_home(run)
     if not resume and run is None:
         check_no_run(recipe, "coordinate")
     answer = CommandOutput(as_json=False)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cordillera.cli._show import AsJson, CommandOutput
+from cordillera.files import at_home
 
 
 def isoflop(
@@ -37,13 +38,13 @@ def isoflop(
     A study that was stopped goes on where it was; budgets may be added later. isoflop.html in its folder shows it.
     """
     from cordillera import workflows
-    from cordillera.cli._show import training_progress
+    from cordillera.cli._show import interruptions_told, training_progress
     from cordillera.distributed.job.slurm import adopt_slurm
     from cordillera.workflows.scaling import ISOFLOP_PAGE
 
     adopt_slurm()
     with CommandOutput(as_json) as answer:
-        with training_progress(answer.notes) as (on_step, say):
+        with interruptions_told(), training_progress(answer.notes) as (on_step, say):
             result = workflows.isoflop(
                 recipe,
                 budget,
@@ -51,7 +52,7 @@ def isoflop(
                 tokens_per_parameter=tokens_per_parameter,
                 target=target,
                 overrides=set_ or [],
-                folder=folder,
+                folder=folder and at_home(folder),
                 on_step=on_step,
                 say=say,
             )

@@ -23,7 +23,7 @@ from cordillera.cli._show import (
     refuse,
     to_type,
 )
-from cordillera.errors import Interrupted, RunError
+from cordillera.errors import CordilleraError, Interrupted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,13 +90,14 @@ def search(
     from cordillera.distributed.job.environment import check_unlaunched
     from cordillera.distributed.job.slurm import adopt_slurm
     from cordillera.errors import PlanError
-    from cordillera.files import read_text
+    from cordillera.files import at_home, read_text
     from cordillera.kernels.threads import usable_cores
     from cordillera.workflows.architectures.search import read_proposals
     from cordillera.workflows.architectures.trials import TrialConfig
 
     adopt_slurm()
     check_unlaunched()
+    folder = folder and at_home(folder)
     if goal not in ("ne", "front"):
         raise PlanError(f"must be ne or front, got {goal!r}", where="--goal")
     if supernet is None or searcher == "learnt":
@@ -108,7 +109,7 @@ def search(
     if proposals is not None:
         text = read_input() if str(proposals) == "-" else read_text(proposals)
         given += read_proposals(text, "stdin" if str(proposals) == "-" else str(proposals))
-    run = None if supernet is None else str(supernet.resolve())
+    run = None if supernet is None else str(at_home(supernet).resolve())
     trial = TrialConfig(
         most_flops=most_flops,
         most_parameters=most_parameters,
@@ -159,19 +160,32 @@ def search(
         except Interrupted as interrupted:
             _write_interrupted(Path(interrupted.where or ""), len(tried))
             raise
+        except KeyboardInterrupt:
+            raise _interrupted(folder, recipe, set_ or ()) from None
     with answer:
         _print(answer, outcome, goal, own)
 
 
-def _write_interrupted(folder: Path, candidates: int) -> None:
-    """Write into the status of a search that it was interrupted after so many ``candidates``."""
+def _interrupted(folder: Path | None, recipe: str, changes: Sequence[str]) -> Interrupted:
+    """Return the error for Ctrl-C between trials, such as while the data is prepared, once the status has it."""
+    from cordillera.recipe import load
+
+    with contextlib.suppress(CordilleraError):
+        _write_interrupted(folder or Path("runs") / f"{load(recipe, changes).name}-search")
+    return Interrupted("finished trials are saved", remedy="give the same command again to go on")
+
+
+def _write_interrupted(folder: Path, candidates: int | None = None) -> None:
+    """Write into the status of a search that it was interrupted after so many ``candidates``; None: those on record."""
     from cordillera.run import Run
 
-    with contextlib.suppress(RunError, OSError):
+    with contextlib.suppress(CordilleraError, OSError):
         run = Run(folder, of_search=True)
-        status = run.status()
-        if status is not None and status.ended is None:
-            run.write_status("interrupted", candidates, status.steps)
+        with run.lock():  # no other process goes on with it
+            status = run.status()
+            if status is not None and status.ended is None:
+                on_record = sum(record.get("kind") == "candidate" for record in run.metrics())
+                run.write_status("interrupted", on_record if candidates is None else candidates, status.steps)
 
 
 def _own_settings(recipe: str, space: str, changes: Sequence[str]) -> dict[str, Any]:

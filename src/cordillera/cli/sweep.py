@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cordillera.cli._show import AsJson, CommandOutput
+from cordillera.files import at_home
 
 
 def sweep(
@@ -28,14 +29,20 @@ def sweep(
     A sweep that was stopped goes on where it was. sweep.html in its folder shows the runs and the law.
     """
     from cordillera import workflows
-    from cordillera.cli._show import training_progress
+    from cordillera.cli._show import interruptions_told, training_progress
     from cordillera.distributed.job.slurm import adopt_slurm
 
     adopt_slurm()
     with CommandOutput(as_json) as answer:
-        with training_progress(answer.notes) as (on_step, say):
+        with interruptions_told(), training_progress(answer.notes) as (on_step, say):
             result = workflows.sweep(
-                recipe, size, seeds=seeds, overrides=set_ or [], folder=folder, on_step=on_step, say=say
+                recipe,
+                size,
+                seeds=seeds,
+                overrides=set_ or [],
+                folder=folder and at_home(folder),
+                on_step=on_step,
+                say=say,
             )
         answer.say(result.study.to_table(), **vars(result.study))
         answer.say(result.study.summary, summary=result.study.summary)

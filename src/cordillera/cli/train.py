@@ -16,6 +16,7 @@ import typer
 
 from cordillera.cli._show import AsJson, Changes, CommandOutput, Quiet, refuse, to_type
 from cordillera.errors import Interrupted, RankError
+from cordillera.files import at_home
 
 if TYPE_CHECKING:
     from cordillera.run import Run
@@ -72,6 +73,7 @@ def train(
     from cordillera.distributed.job.slurm import adopt_slurm
 
     adopt_slurm()
+    run = run and at_home(run)
     if replica is not None or coordinator is not None:
         options = {"--run": run, "--set": set_, "--seed": seed, "--nproc": nproc, "--plan": plan, "--resume": resume}
         refuse({**options, "--replicas": replicas}, "--replica, which trains the run that stands in place of RECIPE")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -190,7 +191,8 @@ def recipe_of(run: Run) -> RankingRecipe:
         raise RunError(
             "is a run of a language model, which scores no samples",
             where=str(run.folder),
-            remedy=f"`cordillera generate {run.folder}` writes with it, `cordillera convert` exports and quantises it",
+            remedy=f"`cordillera generate {shlex.quote(str(run.folder))}` writes with it, "
+            "`cordillera convert` exports and quantises it",
         )
     return recipe
 

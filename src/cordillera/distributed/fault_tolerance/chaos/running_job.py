@@ -6,6 +6,7 @@ that tell of processes, and the last step.
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -192,5 +193,5 @@ def _not_running(run: Run) -> RunError:
         how = f"its job is over: {status.ended} at step {status.step:,}"
     else:
         how = "no process on this machine trains it"
-    remedy = f"start it first, or go on with `cordillera train {run.folder} --resume`"
+    remedy = f"start it first, or go on with `cordillera train {shlex.quote(str(run.folder))} --resume`"
     return RunError(how, where=str(run.folder), remedy=remedy)
