@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from cordillera import recipe as recipes
+from cordillera import workflows
 from cordillera.distributed.mesh import ParallelConfig
-from cordillera.errors import PlanError, RecipeError
+from cordillera.errors import PlanError, RecipeError, RunError
 from cordillera.planning.language.workload import Layout
 from cordillera.planning.pipeline.schedules import Schedule, interleaved, zero_bubble_v
 from cordillera.recipe import LanguageRecipe
-from cordillera.run import recipe_state
+from cordillera.run import Run, recipe_state
 from cordillera.training.language import followed_plan
 from cordillera.workflows import language, language_recipes
 from cordillera.workflows.language_recipes import follow_plan
@@ -201,6 +202,31 @@ def test_files_and_recipes_that_training_cannot_follow_are_refused(cli: Any, rec
     assert made.code == 0, made.err
     assert "train by it" not in made.out
     assert "is the plan of a recommendation model" in cli("train", recipe, "--plan", "shop/plan.json").err
+
+
+def test_the_command_that_began_a_planned_run_goes_on_with_it(
+    cli: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_plan(tmp_path / "plan.json", PIPELINE)
+    other = write_plan(tmp_path / "other.json", Layout(tensor=2, sequence_parallel=True))
+    run = Run.create(tmp_path / "planned", recipes.dump(follow_plan(recipes.load(recipe), path, 2)))
+    resumed: list[Path] = []
+
+    def stop(what: Run, folder: Path, **options: Any) -> None:
+        resumed.append(what.folder)
+        raise RunError("that is enough")
+
+    monkeypatch.setattr(workflows, "train", stop)
+    command = ("train", recipe, "--run", run.folder, "--resume", "--nproc", 2, "--plan")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert "error: that is enough\n" in cli(*command, path).err
+    assert not [one for one in told if "differs" in str(one.message)]
+    with pytest.warns(UserWarning, match=r"goes on with its own recipe, from .* differs: .*parallel\.tensor: 1 -> 2"):
+        assert "error: that is enough\n" in cli(*command, other).err
+    assert resumed == [run.folder] * 2
+    alone = cli("train", run.folder, "--run", run.folder, "--resume", "--plan", path)
+    assert "a resumed run keeps its plan" in alone.err
 
 
 def test_a_mesh_that_cannot_train_is_refused_as_if_typed_by_hand(cli: Any, recipe: Path, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def train(
     overrides += [f"fault_tolerance.replicas={replicas}"] if replicas is not None else []
     answer = CommandOutput(as_json)
     resume = resume and not _begins(recipe, run, answer)
-    what = resumed(recipe, run, overrides, plan) if resume else _begun(recipe, run, overrides, plan, nproc)
+    what = resumed(recipe, run, overrides, plan, nproc) if resume else _begun(recipe, run, overrides, plan, nproc)
     run = what.folder if resume else run or _new_folder(what.name)
     with answer, _limited(hours):
         _train(answer, what, run, nproc, overrides, quiet)
@@ -278,25 +278,35 @@ def _join(folder: Path, replica: str | None, coordinator: str | None, answer: Co
 
 
 def resumed(
-    recipe: str, folder: Path | None, overrides: Sequence[str], plan: Path | None = None, command: str = "train"
+    recipe: str,
+    folder: Path | None,
+    overrides: Sequence[str],
+    plan: Path | None = None,
+    nproc: int | None = None,
+    command: str = "train",
 ) -> Any:
     """Return the run that a command resumes, in ``folder`` or ``recipe``; warn of differences from a recipe beside it.
 
+    That recipe is compared as it is with the ``plan`` that began the run in ``nproc`` processes.
+
     Raises:
-        RunError: If it is no run, there is a plan, or a recipe beside its folder is of another model or other data.
+        RunError: If it is no run, there is a plan and no recipe, or the recipe is of another model or other data.
     """
     from cordillera.errors import RunError
     from cordillera.mistakes import differences, few
     from cordillera.recipe import load
     from cordillera.run import Run
 
-    if plan is not None:
+    is_alone = folder is None or at_home(recipe) == folder
+    if plan is not None and is_alone:
         raise RunError("a resumed run keeps its plan", where="--plan", remedy="leave it out")
     run = Run(folder or recipe)
-    if folder is None or Path(recipe) == folder:
+    if is_alone:
         return run
-    own, other = (load(one, overrides).model_dump(mode="json", by_alias=True) for one in (run.recipe_file, recipe))
-    others = [one for one in differences(own, other) if not one.startswith(_OF_MACHINE)]
+    both = load(run.recipe_file, overrides), _planned(load(recipe, overrides), plan, nproc)
+    changes = differences(*(one.model_dump(mode="json", by_alias=True) for one in both))
+    free = _OF_MACHINE if plan is None else tuple(key for key in _OF_MACHINE if key != "parallel.")
+    others = [one for one in changes if not one.startswith(free)]
     if of_another := [one for one in others if one.startswith(("model.name: ", "data.dataset: ", "objective.name: "))]:
         raise RunError(
             f"is a run of another recipe than {recipe}: {'; '.join(of_another)}",
@@ -319,12 +329,16 @@ def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path |
         check_no_run(recipe, "train")
     elif place_in_job() is None:  # check before the data is read
         check_new_folder(run)
-    found = load(recipe, overrides)
+    return _planned(load(recipe, overrides), plan, nproc)
+
+
+def _planned(recipe: Any, plan: Path | None, nproc: int | None) -> Any:
+    """Return a recipe with the mesh of a plan, if there is one."""
     if plan is None:
-        return found
+        return recipe
     from cordillera.workflows.language_recipes import follow_plan
 
-    return follow_plan(found, plan, nproc)
+    return follow_plan(recipe, plan, nproc)
 
 
 def tell_outcome(
