@@ -252,13 +252,23 @@ def test_a_killed_run_resumes_to_the_same_bits(cli, recipe, tmp_path, number, pr
 
 def test_a_run_that_cannot_be_written_is_told_before_the_work(cli, copied, tmp_path):
     results = {"inject": "injection.json", "quantize": "quantized/report.json", "probe": "precision-plan.json"}
+    results["towers"] = "towers.json"
     for command, name in results.items():
         (tmp_path / "runs/a" / name).mkdir(parents=True)
-        refused = cli(command, "runs/a")
+        refused = cli(command, "runs/a", *(("--towers", 2) if command == "towers" else ()))
         assert refused.code == 2
         assert f"{name}: cannot be written" in refused.err
         assert "work on a copy of the run" in refused.err
         assert not refused.out
+
+
+def test_a_place_where_no_run_can_be_made_is_told_before_the_data_is_read(cli, recipe, tmp_path):
+    (tmp_path / "file").touch()
+    for words in (("train", recipe), ("coordinate", "llama-debug", "--replicas", 2)):
+        refused = cli(*words, "--run", "file/a")
+        assert refused.code == 2
+        assert "file/a/recipe.toml: cannot be written: file is not a folder" in refused.err
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_folder_of_runs_that_is_on_no_disk_is_told(cli, recipe, tmp_path):

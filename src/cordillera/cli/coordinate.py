@@ -30,7 +30,7 @@ def coordinate(
     from cordillera.cli._show import CommandOutput
     from cordillera.cli.train import resumed, tell_outcome
     from cordillera.errors import RecipeError
-    from cordillera.files import at_home
+    from cordillera.files import at_home, check_writable
     from cordillera.recipe import LanguageRecipe, load
     from cordillera.run import check_no_run, next_path
     from cordillera.workflows.language import coordinate as coordinate_replicas
@@ -45,6 +45,8 @@ def coordinate(
     if not isinstance(found, LanguageRecipe):
         raise RecipeError(recipe, [("model", "only language models are trained by replicas")])
     folder = old.folder if old else run or next_path(Path("runs"), found.name)
+    if old is None:
+        check_writable(folder / "recipe.toml")  # before the data is read
     with replicas_told(folder, answer.say):
         outcome = coordinate_replicas(found, folder, resume=resume, processes=nproc, listen=listen, say=answer.say)
     again = ("--listen", listen) if listen != _FREE_PORT else ()  # where replicas look for it

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, check_result
 
 
 class Aim(str, enum.Enum):
@@ -41,6 +41,7 @@ def towers(
     from cordillera.reports.ranking.towers import summary
     from cordillera.workflows import planning as commands
 
+    check_result(run, "towers.json")
     with CommandOutput(as_json) as answer:
         plan, files = commands.towers(
             run, count, aim=aim.value, balance=balance, dimensions=dimensions, samples=samples, seed=seed

@@ -16,7 +16,7 @@ import typer
 
 from cordillera.cli._show import AsJson, Changes, CommandOutput, Quiet, refuse, to_type
 from cordillera.errors import Interrupted, RankError
-from cordillera.files import at_home
+from cordillera.files import at_home, check_writable
 
 if TYPE_CHECKING:
     from cordillera.run import Run
@@ -329,6 +329,7 @@ def _begun(recipe: str, run: Path | None, overrides: Sequence[str], plan: Path |
         check_no_run(recipe, "train")
     elif place_in_job() is None:  # check before the data is read
         check_new_folder(run)
+        check_writable(run / "recipe.toml")
     return _planned(load(recipe, overrides), plan, nproc)
 
 
