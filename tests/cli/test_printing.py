@@ -21,12 +21,14 @@ from rich.console import Console
 from rich.progress import TextColumn
 from rich.table import Column, Table
 
-from cordillera.cli import _show, _terminal, _with_options, quantize
+from cordillera.cli import _show, _terminal, _with_options, generate, quantize
 from cordillera.cli._show import console, echo
 from cordillera.cli._terminal import PlainConsole, ProgressLines, Terminal
 from cordillera.cli.app import options_of
 from cordillera.errors import DataError, printable
 from cordillera.numerics.inference.selection import Change
+from cordillera.recipe import load
+from cordillera.serving.language.language_model import Completion
 from cordillera.training.language.trainer import LanguageEvaluation
 from tests.fuzzing import CONTROLS
 
@@ -142,6 +144,26 @@ def test_a_terminal_of_another_encoding_gets_escapes_and_warnings_are_escaped():
     assert done.returncode == 2, done.stderr
     assert "caf\\xe9[/x]" in done.stderr
     assert "of \\x1b[2J[/y]" in done.stderr
+
+
+def test_json_and_recipes_are_utf_8_where_the_locale_is_not(cli, tmp_path, monkeypatch):
+    def printed(call):
+        output = io.TextIOWrapper(io.BytesIO(), encoding="iso-8859-1", errors="backslashreplace")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", output)
+            call()
+        return output.buffer.getvalue()
+
+    said = {"name": "caf\xe9 \U0001f600"}
+    assert json.loads(printed(lambda: _show.print_json(said)).decode()) == said
+    answer = Completion(said["name"])
+    told = json.loads(printed(lambda: generate._finish(["\xe9"], [answer], as_json=True, quiet=True)).decode())
+    assert (told["prompt"], told["text"]) == ("\xe9", said["name"])
+    found = []
+    shown = printed(lambda: found.append(cli("recipe", "show", "movielens-lr", "--set", f"description={said['name']}")))
+    assert found[0].code == 0, found[0].err
+    (tmp_path / "mine.toml").write_bytes(shown)
+    assert load(tmp_path / "mine.toml").description == said["name"]
 
 
 def test_output_is_dropped_once_the_terminal_is_gone_and_other_errors_are_raised():

@@ -79,13 +79,24 @@ def echo(text: object, *, json: bool = False) -> None:
     typer.echo(printable(text, lines=True, quoted=json))
 
 
+def is_utf8() -> bool:
+    """Return whether standard output is in UTF-8; escapes for what others lack are none that JSON and TOML know."""
+    return (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8"
+
+
+def print_file(text: str) -> None:
+    """Print the ``text`` of a file; it is UTF-8 in any locale, unless it is shown in a terminal."""
+    text = printable(text, lines=True)
+    typer.echo(text if is_utf8() or sys.stdout.isatty() else text.encode())
+
+
 def print_json(value: object) -> None:
     """Print a value as one JSON document; NaN and infinities, which JSON lacks, are null.
 
     In a job of several ranks, only rank 0 prints.
     """
     if not is_silent():
-        echo(json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False), json=True)
+        echo(json.dumps(_plain(value), indent=1, ensure_ascii=not is_utf8(), allow_nan=False), json=True)
 
 
 def _plain(value: object) -> object:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import echo, read_input, work_shown
+from cordillera.cli._show import echo, is_utf8, read_input, work_shown
 from cordillera.errors import DataError
 from cordillera.files import read_text
 from cordillera.numbers import counted
@@ -215,7 +215,7 @@ def _finish(texts: Sequence[str], found: Sequence[Completion], *, as_json: bool,
             entry = {"prompt": prompt, **asdict(one)}
             if not one.logprobs:
                 del entry["logprobs"]
-            echo(json.dumps(entry, ensure_ascii=False), json=True)
+            echo(json.dumps(entry, ensure_ascii=not is_utf8()), json=True)
     elif len(texts) == 1:
         write_text("" if found[0].text.endswith("\n") else "\n")
     else:

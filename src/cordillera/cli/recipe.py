@@ -31,10 +31,10 @@ def show(
     comments: Annotated[bool, typer.Option(help="Explain every key.")] = True,
 ) -> None:
     """Print a recipe with every default written out; the output is a recipe again."""
-    from cordillera.cli._show import echo
+    from cordillera.cli._show import print_file
     from cordillera.recipe import dump, load
 
-    echo(dump(load(recipe, set_ or []), comments=comments))
+    print_file(dump(load(recipe, set_ or []), comments=comments))
 
 
 @app.command("new")
