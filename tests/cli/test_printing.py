@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import TextColumn
 from rich.table import Column, Table
 
-from cordillera.cli import _show, _terminal, _with_options, generate, quantize
+from cordillera.cli import _show, _terminal, _with_options, generate, plan, quantize
 from cordillera.cli._show import console, echo
 from cordillera.cli._terminal import PlainConsole, ProgressLines, Terminal
 from cordillera.cli.app import options_of
@@ -480,6 +481,26 @@ def test_lines_of_progress_begin_with_the_local_time_the_first_with_the_date(mon
     assert all(re.fullmatch(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d  preparing", line) for line in others)
     assert re.fullmatch(r"\d\d:\d\d:\d\d  preparing", others[0]) or first[:10] != time.strftime("%Y-%m-%d")
     assert abs(time.mktime(time.strptime(first[:19], "%Y-%m-%d %H:%M:%S")) - time.time()) < 60
+
+
+def test_long_work_is_told_where_there_is_no_terminal(cli, monkeypatch, capsys):
+    def prepare(config):
+        time.sleep(0.3)
+        raise DataError("that is enough")
+
+    def measure(shapes, path, on_product):
+        time.sleep(0.3)
+        return SimpleNamespace(new=0, too_large=0, left=0, products=None)
+
+    monkeypatch.setattr(_terminal, "_FIRST_S", 0.01)
+    monkeypatch.setattr("cordillera.data.ranking.datasets.prepare", prepare)
+    monkeypatch.setattr("cordillera.kernels.products.measure_table", measure)
+    for command in ("get", "describe"):
+        assert re.search(r"\d  preparing synthetic  0:00:00\n", cli("data", command, "synthetic").err)
+    plan._measure(_show.CommandOutput(False), [], Path("products.csv"))
+    told = capsys.readouterr().err
+    assert re.search(r"\d  measuring  0/0  0:00:00\n", told)
+    assert not told.endswith("\n\n")
 
 
 def test_warnings_stay_in_the_file_to_which_standard_error_leads_while_a_bar_is_drawn(monkeypatch):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, refuse, to_type
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, console, refuse, to_type, work_shown
 from cordillera.errors import DataError, printable
 
 if TYPE_CHECKING:
     from cordillera.data.ranking.cache import Splits
+    from cordillera.data.ranking.datasets import DataConfig
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -48,7 +50,6 @@ def get(
     """Fetch a data set and prepare it for training, or fetch a model or a tokenizer."""
     from cordillera.data.assets import ASSETS, fetch_asset
     from cordillera.data.ranking.cache import SPLITS
-    from cordillera.data.ranking.datasets import prepare
     from cordillera.data.ranking.exports import check_export, export
     from cordillera.data.ranking.rows import configure
 
@@ -66,7 +67,7 @@ def get(
     else:
         check_export(export_to, split or "test")
     config = configure(name, path)
-    splits = prepare(config)
+    splits = _prepared(config, name)
     facts = splits.facts
     _say_terms(answer, facts["name"], facts["source"], facts["terms"])
     counts = facts["rows"]
@@ -84,7 +85,7 @@ def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
     from cordillera.data.assets import ASSETS, fetch_asset
     from cordillera.data.language.row_kinds import check_is_log
     from cordillera.data.paths import expand_paths
-    from cordillera.data.ranking.datasets import DATASETS, prepare
+    from cordillera.data.ranking.datasets import DATASETS
     from cordillera.data.ranking.rows import configure
 
     with CommandOutput(as_json) as answer:
@@ -101,7 +102,7 @@ def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
                 where=name,
                 remedy=f"`{to_type('recipe', 'new', name)}` prints what each of its columns is, and writes a recipe",
             )
-        splits = prepare(configure(name, path))
+        splits = _prepared(configure(name, path), name)
         facts = splits.facts
         _say_terms(answer, facts["name"], facts["source"], facts["terms"])
         answer.tables(splits=_split_table(splits), features=_feature_table(splits))
@@ -111,6 +112,15 @@ def describe(name: _Name, path: _Path = None, as_json: AsJson = False) -> None:
         for warning in facts["warnings"]:
             answer.say(f"warning: {printable(warning)}")
         answer.keep(bayes_ne=best, split_by=facts["split"], warnings=facts["warnings"])
+
+
+def _prepared(config: DataConfig, name: str) -> Splits:
+    """Prepare a data set; where the bar of that work cannot be drawn, lines tell of it."""
+    from cordillera.data.ranking.datasets import prepare
+
+    is_drawn = console(stderr=True).is_interactive
+    with contextlib.nullcontext() if is_drawn else work_shown(f"preparing {name}"):
+        return prepare(config)
 
 
 def _say_terms(answer: CommandOutput, summary: str, source: str, terms: str) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, console, refuse, work_shown
+from cordillera.cli._terminal import ProgressLines
 from cordillera.errors import PlanError
 from cordillera.numbers import compact, counted, fixed, millions, shown
 
@@ -541,7 +542,7 @@ def _measure(answer: CommandOutput, shapes: Sequence[ProductShape], path: Path) 
     from cordillera.kernels.products import measure_table
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+    with ProgressLines(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring", total=len(shapes))
 
         def on_product(shape: ProductShape, done: int, total: int) -> None:
