@@ -49,6 +49,8 @@ def test_json_holds_the_causes(cli: Any, tmp_path: Path) -> None:
 def test_after_says_when_a_wait_is_a_stall(cli: Any, tmp_path: Path) -> None:
     folder = written(tmp_path / "traces", incident(TINY, ("outside",), 1))
     assert cli("blame", folder, "--after", 1e6).code == 0
+    refused = cli("blame", folder, "--after", "inf")
+    assert (refused.code, refused.err) == (2, "error: --after: inf is not a time in seconds\n")
 
 
 def test_a_folder_without_traces_is_refused(cli: Any, tmp_path: Path) -> None:

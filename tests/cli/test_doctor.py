@@ -118,6 +118,14 @@ def test_a_cache_folder_that_is_a_file_is_broken(tmp_path: Path, monkeypatch: py
     assert finding.remedy == "point it elsewhere"
 
 
+def test_a_folder_behind_a_link_that_leads_nowhere_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
+    for folder in (tmp_path / "runs", tmp_path / "runs" / "below"):
+        finding = doctor._disk("disk, runs", folder, "name another")
+        assert (finding.status, finding.remedy) == ("broken", "name another")
+        assert finding.detail == f"{folder}: {tmp_path / 'runs'} is a link that leads nowhere"
+
+
 def test_a_user_without_a_home_folder_is_told_to_set_one_for_the_cache(
     cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,13 @@ def test_all_runs_are_listed_and_nothing_is_written(cli: Any, tmp_path: Path) ->
     assert cli("status", "runs").out.splitlines()[0] == heading
 
 
+def test_runs_within_studies_are_pointed_to(cli: Any) -> None:
+    for name in ("my sweep/size-1-seed-1", "my sweep/size-2-seed-1", "other/one"):
+        make_run(f"runs/{name}", "finished")
+    told = "there are no runs directly in the folder runs; `cordillera status 'runs/my sweep' runs/other` shows its"
+    assert cli("status").out == f"{told} studies\n"
+
+
 def test_one_run_is_shown_with_its_checkpoints_the_reason_of_its_failure_and_the_next_command(cli: Any) -> None:
     run = make_run("runs/a b", "failed", "the loss became nan")
     assert "no checkpoint yet" in cli("status", run.folder).out

@@ -159,3 +159,20 @@ def test_a_run_of_a_language_model_is_answered_with_a_command_for_a_shell(
     run = Run.create("my run", dump(load_recipe("llama-debug")))
     with pytest.raises(RunError, match="scores no samples\n  -> `cordillera generate 'my run'` writes with it, "):
         recipe_of(run)
+
+
+def test_folders_that_hold_runs_are_left_out_of_a_comparison_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, study = Run.create(tmp_path / "a", "seed = 1\n").folder, tmp_path / "sweep"
+    Run.create(study / "size-1-seed-1", "seed = 1\n")
+
+    def compared(opened: list[Run], *_: Any) -> SimpleNamespace:
+        return SimpleNamespace(notes=[one.name for one in opened])
+
+    monkeypatch.setattr("cordillera.workflows.runs._compare", compared)
+    found = workflows.compare([run, str(study)])
+    assert found.notes == ["a", f"{study} is a folder of runs, which can be named one by one, and is left out."]
+    for refused in ([study], [run, tmp_path / "none"]):
+        with pytest.raises(RunError, match="is not a run folder"):
+            workflows.compare(refused)

@@ -105,8 +105,8 @@ _GROUPS = {
     "delta": "Changes of a run's dynamic tables: make, apply.",
     "recipe": "Recipes: new, list, show.",
 }
-_ARGUMENTS = {"set_": "changes", "layout": "layouts", "nproc": "processes"}
-"""Arguments of functions of :mod:`cordillera.workflows` that options give under other names."""
+_ARGUMENTS = {"set_": "changes", "layout": "layouts", "nproc": "processes", "after": "stalled_after_s"}
+"""Arguments of functions of the library that options give under other names."""
 
 _PLACES = ("out", "folder", "path")  # arguments that errors call by these names
 

@@ -279,6 +279,9 @@ def _disk(name: str, folder: Path, remedy: str) -> Finding:
     existing = folder.absolute()
     try:
         while not existing.exists():
+            if existing.is_symlink():
+                text = f"{folder}: {existing} is a link that leads nowhere"
+                return Finding("machine", name, "broken", text, remedy)
             existing = existing.parent
         free = shutil.disk_usage(existing).free / _GIBIBYTE
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet
+from cordillera.cli._show import AsJson, CommandOutput, Field, Sheet, to_type
 from cordillera.numbers import duration, size_text
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def status(
     found = run_states(folders)
     with CommandOutput(as_json) as answer:
         if not found and not as_json:
-            answer.say("there are no runs in the folder runs; `cordillera train RECIPE` makes one")
+            answer.say(_none(_DEFAULT))
             return
         answer.tables(runs=_runs(found))
         if runs == folders and len(folders) == 1:
@@ -59,6 +59,17 @@ def _folders(named: Sequence[Path] | None) -> list[Path]:
         is_parent = place.is_dir() and not is_run(place)
         found += (runs_in(place) if is_parent else []) or [place]
     return found
+
+
+def _none(folder: Path) -> str:
+    """Return what to do where a folder holds no run itself: show those of its studies, or train one."""
+    from cordillera.reports.runs_status import is_run
+
+    inside = sorted(folder.glob("*/*/recipe.toml"))
+    studies = dict.fromkeys(one.parent.parent for one in inside if is_run(one.parent))
+    if studies:
+        return f"there are no runs directly in the folder {folder}; `{to_type('status', *studies)}` shows its studies"
+    return f"there are no runs in the folder {folder}; `cordillera train RECIPE` makes one"
 
 
 def _runs(states: Sequence[RunState]) -> Sheet:

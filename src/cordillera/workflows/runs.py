@@ -18,7 +18,7 @@ from cordillera.distributed.fault_tolerance.events import FOLDER
 from cordillera.embeddings.dynamic_tables import DynamicTables
 from cordillera.embeddings.table_deltas import TableDelta
 from cordillera.errors import CheckpointError, RunError
-from cordillera.files import is_there
+from cordillera.files import at_home, is_there
 from cordillera.recipe import LanguageRecipe, RankingRecipe
 from cordillera.reports.language.comparison import LanguageComparison, compare_language
 from cordillera.reports.language.replicas import write_replicas_page
@@ -191,7 +191,7 @@ def compare(
     Runs that are evaluated on the same ``rows`` or ``file`` have paired intervals over these samples.
 
     Args:
-        runs: Runs, or their folders; folders of searches are left out, with a note.
+        runs: Runs, or their folders; folders of searches, and those that hold runs, are left out, with a note.
         rows: Labelled samples in memory in place of a file, as :func:`cordillera.load_recipe` takes them.
         file: File, folder or pattern of labelled samples on which ranking runs are evaluated for the comparison; None
             for the evaluations that they hold.
@@ -206,11 +206,19 @@ def compare(
     _check_one_of({"file": file, "rows": rows})
     if rows is not None and hasattr(rows, "read_all"):  # a stream of Arrow, which is read once
         rows = rows.read_all()
-    searches = [str(one) for one in runs if not isinstance(one, Run) and is_there(Path(one) / SEARCH_FILE)]
-    kept = [one for one in runs if isinstance(one, Run) or str(one) not in searches]
+    left_out = {str(one): what for one in runs if not isinstance(one, Run) and (what := _no_run(at_home(one)))}
+    kept = [one for one in runs if isinstance(one, Run) or str(one) not in left_out]
     found = _compare([one if isinstance(one, Run) else Run(one) for one in kept or runs], file, rows)
-    found.notes.extend(f"{one} is the folder of a search, which holds no model, and is left out." for one in searches)
+    found.notes.extend(f"{one} is {what}, and is left out." for one, what in left_out.items())
     return found
+
+
+def _no_run(folder: Path) -> str:
+    """Return what a folder is that holds candidates or runs and no model of its own; empty for any other."""
+    if is_there(folder / SEARCH_FILE):
+        return "the folder of a search, which holds no model"
+    holds_runs = not is_there(folder / "recipe.toml") and any(folder.glob("*/recipe.toml"))
+    return "a folder of runs, which can be named one by one" if holds_runs else ""
 
 
 def _compare(opened: Sequence[Run], file: Path | str | None, rows: FrameLike | None) -> Comparison | LanguageComparison:
