@@ -306,7 +306,7 @@ def test_devices_without_constants_and_units_that_seem_wrong_are_named(cli: Any)
         f'{text}\n[[links]]\nlevel = "region"\nmember = 1\nbytes_per_s = 400\n[[groups]]\nlevel = "building"\n'
         f"domain = 1\nport_bytes_per_s = 300\n[groups.device]\n{old}\n"
     )
-    with pytest.warns(UserWarning) as warned:
+    with pytest.warns(UserWarning, match=r"mixed\.toml: ") as warned:
         planning.warn_of_units(topology.load("mixed.toml"), "mixed.toml")
     assert [str(one.message).partition(";")[0] for one in warned] == [
         "mixed.toml: groups[0].device.memory_bytes is 80",

@@ -23,7 +23,7 @@ from cordillera.cli._show import (
     refuse,
     to_type,
 )
-from cordillera.errors import CordilleraError, Interrupted
+from cordillera.errors import CordilleraError, Interrupted, RunError
 
 if TYPE_CHECKING:
     from rich.console import Console

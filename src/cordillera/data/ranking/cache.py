@@ -417,7 +417,7 @@ class Splits:
 
 
 def hold_same_rows(one: Path, other: Path) -> bool:
-    """Return whether two folders are prepared data sets with the same rows, by the checksums of their files."""
+    """Return whether the folders ``one`` and ``other`` hold the same prepared rows, by the checksums of their files."""
     try:
         files, others = (read_sealed(folder / "meta.json", required=True)["files"] for folder in (one, other))
     except (DataError, KeyError):
