@@ -208,6 +208,29 @@ def test_a_logarithmic_axis_shows_all_but_what_is_above_the_first_losses() -> No
     assert limits[0] < 2.0 < 6.0 < limits[1] < 6.5
 
 
+@pytest.mark.parametrize(
+    ("validated", "limits"), [([], (1.88, 4.12)), ([3.0], (1.88, 4.12)), ([1.0, 2.0], (0.94, 4.12))]
+)
+def test_the_axis_fits_losses(tmp_path: Path, validated: list[float], limits: tuple[float, float]) -> None:
+    records = [train(10 * n, loss=5.0 - n) for n in (1, 2, 3)]
+    records += [evaluated(n, loss) for n, loss in enumerate(validated, 1)]
+    loss = next(one for one in run._learning(read(tmp_path, records)) if one is not None and one.heading == "Loss")
+    assert loss.chart is not None
+    assert loss.chart._y == pytest.approx(limits)
+
+
+def test_the_evaluation_before_the_first_step_is_drawn_in_long_runs_too(tmp_path: Path) -> None:
+    records = [train(step, loss=3.0, accuracy=0.5) for step in (1, 10, 1000)]
+    validated = [evaluated(place, loss) | {"accuracy": 0.25 * loss} for place, loss in ((0, 4.0), (100, 2.0))]
+    for held_out, places in ((validated, ["56", "466"]), (validated[1:], ["466"])):
+        loss, shares, *_ = run._learning(read(tmp_path / f"{len(held_out)}", [*records, *held_out]))
+        for one in (loss, shares):
+            assert one is not None
+            assert one.chart is not None
+            assert re.findall(r'<circle class="dot s1" cx="([\d.]+)"', one.chart.svg(1)) == places
+            assert one.chart._x == pytest.approx((0, 100_000) if len(held_out) == 2 else (2, 5))
+
+
 def test_captions_give_means_over_steps_and_over_time(tmp_path: Path) -> None:
     records = [
         train(10, imbalance=1.0, delay=1.0, mfu=0.2, tokens_per_second=100.0, flops_per_second=1e6, seconds=1.0),

@@ -110,7 +110,8 @@ def _learning(records: LanguageRecords) -> list[Figure | None]:
     evaluations = [record for found in records.validations.values() for record in found]
     key = "tokens" if any(record["tokens"] > 0 for record in (*train, *evaluations)) else "step"
     label = "training tokens" if key == "tokens" else "step"
-    x = Axis.of_progress(record[key] for record in (*train, *evaluations))
+    places = [record[key] for record in (*train, *evaluations)]
+    x = Axis.to(places) if 0 in places else Axis.of_progress(places)  # logarithms would not show the first evaluation
     loss = Series.of("training", "s0", train, key, "loss")
     held_out = [
         Series.of(split, style, found, key, "loss", "both")
@@ -121,13 +122,14 @@ def _learning(records: LanguageRecords) -> list[Figure | None]:
     validated = [value for one in held_out for value in one.places(x, LINEAR)[1] if math.isfinite(value)]
     if validated:
         trained = limits if loss.is_drawable else ()
-        limits = padded([*trained, *padded(validated)], 0.0)
+        ends = [*trained, *padded(validated)]
+        limits = min(ends), max(ends)
     caption = "Training: mean over the tokens since the last record" + ("; some leave the frame." if is_cut else ".")
     resumed = _places_of(records, "resumed", key)[-20:]
-    places = [(place, "resumed" if len(resumed) <= 3 else "") for place in resumed]
+    marks = [(place, "resumed" if len(resumed) <= 3 else "") for place in resumed]
     rates = Series.of("learning rate", "s0", train, key, "learning_rate")
     return [
-        figure("Loss", [loss, *held_out], (label, records.unit_of_loss), caption, x=x, y=Axis(limits), places=places),
+        figure("Loss", [loss, *held_out], (label, records.unit_of_loss), caption, x=x, y=Axis(limits), places=marks),
         _shares(records, x, key, label),
         _norms(records, x, key, label),
         figure("Learning rate", [rates], (label, "learning rate"), "At each record.", x=x),
