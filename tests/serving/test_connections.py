@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from cordillera.serving.http.app import Services
 from cordillera.serving.http.connections import ANSWER_SECONDS, BODY_SECONDS, HEADER_SECONDS, SlowConnections
 from cordillera.serving.http.connections import explain_full_loop as explain
+from cordillera.workflows.serving import server
+from cordillera.workflows.serving.opening import ServerConfig
 
 
 @dataclass(eq=False)
@@ -72,6 +77,20 @@ def test_a_client_that_sends_too_little_is_left(cycle: Any, seconds: float) -> N
     connection = Connection(cycle)
     assert seconds_until_end(nothing, connection) == seconds + 1
     assert connection.transport.ended == "closed"
+
+
+def test_uvicorn_does_not_end_idle_connections_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def make_server(settings: Any, *rest: Any) -> SimpleNamespace:
+        made.append(settings)
+        return SimpleNamespace(run=lambda sockets: None)
+
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    monkeypatch.setattr(server, "open_reloadable_services", lambda *_: Services({}, {}, CollectorRegistry()))
+    monkeypatch.setattr(server, "_make_server", make_server)
+    server.serve([], ServerConfig(port=0))
+    assert [settings.timeout_keep_alive for settings in made] == [HEADER_SECONDS]
 
 
 def test_a_request_that_is_computed_has_all_time() -> None:

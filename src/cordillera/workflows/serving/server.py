@@ -21,6 +21,7 @@ from cordillera.errors import RunError
 from cordillera.numbers import counted
 from cordillera.serving.http.app import Services, create_app
 from cordillera.serving.http.connections import (
+    HEADER_SECONDS,
     UNFINISHED_SECONDS,
     SlowConnections,
     end_unfinished,
@@ -78,6 +79,7 @@ def serve(
             access_log=False,
             ws="none",
             lifespan="off",
+            timeout_keep_alive=round(HEADER_SECONDS),
             timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
         )
         server = _make_server(settings, services, config.leave_seconds, say, lambda: ready and ready(address))
