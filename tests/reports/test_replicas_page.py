@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from html import unescape
@@ -13,9 +14,11 @@ import pytest
 from cordillera.distributed.fault_tolerance.events import FOLDER, EventLog
 from cordillera.distributed.fault_tolerance.goodput import TimeSpan, account
 from cordillera.errors import RunError
+from cordillera.recipe import dump, load
 from cordillera.reports.language.replicas import _drawn, render_replicas, write_replicas_page
 from cordillera.reports.language.run import render
 from cordillera.run import Run
+from cordillera.workflows.runs import report
 from tests.distributed.test_goodput import SampleJob
 from tests.reports.test_plan_page import browse, with_look
 from tests.reports.test_ranking_report import Page
@@ -142,6 +145,39 @@ def test_a_run_without_events_is_an_error_that_names_the_folder(tmp_path: Path) 
     (run.folder / "recipe.toml").write_text('name = "run"\n')
     with pytest.raises(RunError, match="not above 1"):
         write_replicas_page(run)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "error", "pages"),
+    [
+        (1, None, ["report.html"]),
+        (2, "r2.jsonl: is none of 2 replicas", ["report.html"]),
+        (3, None, ["replicas.html", "report.html"]),
+    ],
+)
+def test_a_run_that_goes_on_with_fewer_replicas_has_a_report(
+    tmp_path: Path, replicas: int, error: str | None, pages: list[str]
+) -> None:
+    job = SampleJob(3)
+    job.attempt()
+    job.finish()
+    run = run_of(job, tmp_path / "run")
+    run.recipe_file.write_text(dump(load("llama-debug", {"fault_tolerance.replicas": replicas})))
+    with pytest.raises(RunError, match=re.escape(error)) if error else contextlib.nullcontext():
+        assert report(run) == run.folder / "report.html"
+    assert sorted(path.name for path in run.folder.glob("*.html")) == pages
+
+
+def test_a_run_whose_events_are_damaged_has_a_report(tmp_path: Path) -> None:
+    job = SampleJob(2)
+    job.attempt()
+    run = run_of(job, tmp_path / "run")
+    run.recipe_file.write_text(dump(load("llama-debug", {"fault_tolerance.replicas": 2})))
+    damaged = run.folder / FOLDER / "r1.jsonl"
+    damaged.write_text(damaged.read_text().replace("committed", "discarded"))
+    with pytest.raises(RunError, match=r"r1\.jsonl"):
+        report(run)
+    assert [path.name for path in run.folder.glob("*.html")] == ["report.html"]
 
 
 def test_a_lane_keeps_the_shares_of_what_is_too_short_to_be_seen() -> None:

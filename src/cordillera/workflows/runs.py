@@ -259,15 +259,25 @@ def _check_one_of(given: dict[str, Any]) -> None:
 def report(run: Run | Path | str) -> Path:
     """Write a run's ``report.html`` again and return its path; with replicas, ``replicas.html`` as well.
 
-    The folder of a search is taken in place of that of a ``run``.
+    The folder of a search is taken in place of that of a ``run``. ``report.html`` is written also where the events of
+    replicas are damaged.
+
+    Raises:
+        DataError: If a file of the run does not have the expected content.
+        RunError: If it is not a run, a file is damaged, such as the events of replicas, or nothing can be written.
     """
     if not isinstance(run, Run) and is_there(Path(run) / SEARCH_FILE):
         return report_search(run)
     run = run if isinstance(run, Run) else Run(run)
-    is_language = isinstance(recipes.load(run.recipe_file), LanguageRecipe)
-    if is_language and any((run.folder / FOLDER).glob("*.jsonl")):
-        write_replicas_page(run)
-    return write_language_report(run) if is_language else write_report(run)
+    recipe = recipes.load(run.recipe_file)
+    if not isinstance(recipe, LanguageRecipe):
+        return write_report(run)
+    try:
+        if recipe.fault_tolerance.replicas > 1 and any((run.folder / FOLDER).glob("*.jsonl")):
+            write_replicas_page(run)
+    finally:  # the report does without events that are damaged, or of more replicas than the run goes on with
+        path = write_language_report(run)
+    return path
 
 
 def make_delta(run: Run | Path | str, out: Path | str, *, since: int, to: int | None = None) -> TableDelta:
