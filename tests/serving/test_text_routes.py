@@ -7,13 +7,10 @@ import codecs
 import dataclasses
 import json
 import random
-import shutil
 import socket
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -501,54 +498,3 @@ def test_a_server_that_leaves_answers_on_connections_that_it_does_not_keep(model
         assert (after.json(), after.headers["connection"]) == (before.json(), "close")
         health = plain.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "unavailable"})
-
-
-PAGE = """
-const heard = {}, elements = {}, asked = [];
-let answer;
-const element = id => ({ value: "", append() {}, after() {}, replaceChildren() {}, setAttribute() {}, focus() {},
-                         addEventListener(kind, listener) { heard[id + " " + kind] = listener; } });
-globalThis.document = { getElementById: id => elements[id] ??= element(id), createElement: element,
-                        createElementNS: element };
-globalThis.fetch = async (path, given) => {
-  if (path !== "/v1/chat/completions") return new Response(path === "/metrics" ? "" : '{"data": []}');
-  asked.push(JSON.parse(given.body).messages.map(one => one.role));
-  return new Response(new ReadableStream({ start(stream) { answer = stream; } }));
-};
-SCRIPT
-const pause = () => new Promise(resolve => setTimeout(resolve, 20));
-const click = id => elements[id].disabled || heard[id + " click"]();
-async function say(text) {
-  elements.prompt.value = text;
-  const done = heard["ask submit"]({ preventDefault() {} });
-  while (!answer) await pause();
-  return done;
-}
-(async () => {
-  const first = say("first");
-  while (!answer) await pause();
-  click("clear");
-  const event = { choices: [{ delta: { content: "yes" } }] };
-  answer.enqueue(new TextEncoder().encode("data: " + JSON.stringify(event) + "\\n\\n"));
-  answer.close(); answer = null;
-  await first;
-  say("second");
-  while (!answer) await pause();
-  answer.close(); answer = null;
-  await pause();
-  click("clear");
-  say("third");
-  while (!answer) await pause();
-  console.log(JSON.stringify(asked));
-  process.exit();
-})();
-"""
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="no node on PATH")
-def test_a_new_chat_of_the_page_begins_with_what_the_user_says(tmp_path: Path) -> None:
-    page = files("cordillera.serving.http").joinpath("page.html").read_text(encoding="utf-8")
-    script = page.partition("<script>")[2].partition("</script>")[0]
-    (tmp_path / "page.js").write_text(PAGE.replace("SCRIPT", script), encoding="utf-8")
-    found = subprocess.run(["node", tmp_path / "page.js"], check=True, timeout=SECONDS, capture_output=True, text=True)
-    assert json.loads(found.stdout) == [["user"], ["user", "assistant", "user"], ["user"]]
