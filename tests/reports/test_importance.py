@@ -62,6 +62,14 @@ def test_the_report_shows_it_and_names_a_damaged_file(trained: Path) -> None:
     assert "Rise of the NE of 100 samples of the test split" in page
     section = page[page.index("Importance of features") :]
     assert section.index("device") < section.index("user")
+    step = Run(trained).read_json("evaluation.json")["step"]
+    assert f"Weights of step {step:,}." in section
+    content = Run(trained).read_json("importance.json")
+    for measured, said in ((1, f"Weights of step 1; the results above are of step {step:,}"), (None, "")):
+        Run(trained).write_json("importance.json", content | {"step": measured})
+        page = workflows.report(trained).read_text()
+        assert said in page
+        assert ("Weights of step" in page) == bool(said)
     Run(trained).write_json("importance.json", {"split": "test"})
     with pytest.raises(DataError, match="is not an importance of features"):
         workflows.report(trained)

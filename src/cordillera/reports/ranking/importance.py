@@ -16,8 +16,12 @@ IMPORTANCE_FILE = "importance.json"
 """File in a run's folder with the importance of its features."""
 
 
-def importance(run: Run) -> dict[str, Any]:
+def importance(run: Run, evaluated: int | None = None) -> dict[str, Any]:
     """Return the rows of each task, the most important feature first; nothing if it was not measured.
+
+    Args:
+        run: The run.
+        evaluated: Step of the weights whose figures stand above; None if unknown.
 
     Raises:
         DataError: If the file is damaged.
@@ -34,6 +38,12 @@ def importance(run: Run) -> dict[str, Any]:
             f"Rise of the NE of {content['rows']:,} samples of the {content['split']} split when the values of a "
             f"feature change places among them, {content['repeats']} times."
         )
+        if (step := content.get("step")) is not None:  # not known of earlier versions
+            text += f" Weights of step {step:,}"
+            if evaluated is not None and evaluated != step:
+                text += f"; the results above are of step {evaluated:,}: "
+                text += "`cordillera evaluate --importance` makes both anew"
+            text += "."
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"is not an importance of features: {error!r}", where=str(run.folder / IMPORTANCE_FILE),

@@ -65,7 +65,7 @@ def render(run: Run) -> str:
         progressive=progressive(material),
         scores=scores(material.evaluation),
         segments=segments(material.evaluation),
-        importance=importance(run),
+        importance=importance(run, None if material.evaluation is None else material.evaluation.step),
         placed=placed_tables(run),
         throughput=_throughput(material),
         material=material,

@@ -24,7 +24,7 @@ from cordillera.reports.ranking.run import write_report
 from cordillera.run import Run
 from cordillera.training.ranking.metrics import RankingMetrics, of_task
 from cordillera.training.ranking.scoring import scorer, select_device
-from cordillera.workflows.trained import recipe_of, restore_model, splits_of, with_threads
+from cordillera.workflows.trained import recipe_of, restore_model_with_checkpoint, splits_of, with_threads
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def importance(
         dataset = getattr(splits, split)
         if not len(dataset):
             raise DataError(f"the {split} split is empty", where=recipe.data.label)
-        _, model = restore_model(run, splits.features, device)
+        _, model, checkpoint = restore_model_with_checkpoint(run, splits.features, device)
         score = scorer(model, device, recipe.training.precision, recipe.training.emulate)
         chosen = np.sort(draw.permutation(len(dataset))[:rows])
         batch: RankingBatch = dataset.batch(chosen)
@@ -105,6 +105,7 @@ def importance(
     run.write_json(
         IMPORTANCE_FILE,
         {
+            "step": checkpoint.step,
             "split": split,
             "rows": len(batch),
             "repeats": repeats,
