@@ -292,6 +292,17 @@ def test_tables_are_listed_by_size_with_bytes_ranks_and_reasons(tmp_path: Path) 
     assert placement.placed_tables(Run(tmp_path / "a")) == {}, "a run of one process has none"
 
 
+def test_a_run_that_goes_on_elsewhere_shows_no_earlier_placement_and_no_earlier_reasons(tmp_path: Path) -> None:
+    before = placed(tmp_path / "a", 1, "t1: it is hot\n")
+    run = Run(tmp_path / "a")
+    run.recipe_file.write_text('[parallel]\nprocesses = 2\nplacement = "auto"\n')
+    assert placement.placed_tables(run) == before
+    run.recipe_file.write_text('[parallel]\nprocesses = 2\nplacement = "own.json"\n')
+    assert [row[-1] for row in placement.placed_tables(run)["rows"]] == ["whole", "whole, on every rank"]
+    run.recipe_file.write_text("[parallel]\nprocesses = 1\n")
+    assert placement.placed_tables(run) == {}
+
+
 @pytest.mark.parametrize(("tables", "last"), [(7, "copied"), (8, "2 smaller"), (10, "4 smaller")])
 def test_one_table_more_than_there_are_colours_keeps_its_name(tmp_path: Path, tables: int, last: str) -> None:
     found = placed(tmp_path / "a", tables)

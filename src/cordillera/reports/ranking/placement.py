@@ -10,7 +10,8 @@ from cordillera.files import is_there, read_text
 from cordillera.numbers import size_text
 from cordillera.planning.ranking.placement import Placement
 from cordillera.reports.charts import bars
-from cordillera.run import Run
+from cordillera.reports.page import part
+from cordillera.run import Run, read_recipe
 
 PLACEMENT_FILE = "placement.json"
 """File in the folder of a ranking run of several processes that says where its tables are."""
@@ -25,10 +26,14 @@ def placed_tables(run: Run) -> dict[str, Any]:
     """Return a picture of a run's tables over its ranks, with a line for each table; empty for one process.
 
     Raises:
+        DataError: If ``recipe.toml`` is missing or not TOML.
         PlanError: If ``placement.json`` cannot be read.
     """
     path = run.folder / PLACEMENT_FILE
     if not is_there(path):
+        return {}
+    parallel = part(read_recipe(run)[1], "parallel")
+    if parallel.get("processes") == 1:  # the file is of an earlier part of the run, in several processes
         return {}
     placement = Placement.read(path)
     sizes = {name: 4.0 * rows * columns for name, (rows, columns) in placement.tables.items()}
@@ -38,7 +43,8 @@ def placed_tables(run: Run) -> dict[str, Any]:
     named = ordered if len(ordered) <= _MOST_SHOWN + 1 else ordered[:_MOST_SHOWN]
     names = {name: name for name in named} | ({"": f"{len(ordered) - len(named)} smaller"} if named != ordered else {})
     rows = [(f"rank {rank}", _held(placement, rank, named)) for rank in range(placement.size)]
-    reasons = _reasons(run)
+    # of a placement that was given, these would be the planner's reasons for an earlier one
+    reasons = _reasons(run) if parallel.get("placement", "auto") == "auto" else {}
     return {
         "chart": bars("Rows of tables by rank", rows, names, size_text),
         "key": [(f"f{number}", title) for number, title in enumerate(names.values())],
@@ -53,9 +59,9 @@ def placed_tables(run: Run) -> dict[str, Any]:
 def _held(placement: Placement, rank: int, named: list[str]) -> Mapping[str, float]:
     """Return the bytes of a rank's float32 rows by table; those of tables without a colour under an empty name."""
     held: dict[str, float] = {}
-    for part in placement.parts_on(rank):
-        name = part.table if part.table in named else ""
-        held[name] = held.get(name, 0.0) + 4.0 * part.rows * part.columns
+    for one in placement.parts_on(rank):
+        name = one.table if one.table in named else ""
+        held[name] = held.get(name, 0.0) + 4.0 * one.rows * one.columns
     return held
 
 
@@ -70,5 +76,5 @@ def _reasons(run: Run) -> dict[str, str]:
 
 
 def _ranks(placement: Placement, table: str) -> str:
-    ranks = sorted({rank for part in placement.parts_by_table[table] for rank in part.ranks})
+    ranks = sorted({rank for one in placement.parts_by_table[table] for rank in one.ranks})
     return "all" if len(ranks) == placement.size else ", ".join(map(str, ranks))
