@@ -295,6 +295,10 @@ def test_rows_come_and_scores_go_in_arrow(server, file: bool) -> None:
     answer = server.post(arrow(frame.to_arrow(), file=file), **{"content-type": kind})
     assert answer.json()["data"][299]["scores"]["like"] == SCORER.score(frame)[299, 1]
     assert server.post({"rows": rows(2)}, accept=ARROW).headers["content-type"] == ARROW
+    answer = server.post({"rows": rows(2), "explain": True}, accept=ARROW)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "explain", "invalid_value")
+    assert "is answered in JSON only" in error["message"]
 
 
 def test_mistakes_in_arrow_are_named(server) -> None:

@@ -138,6 +138,11 @@ class _Scoring:
         self.service = _service_of(self.services, name)
         if not isinstance(explain, bool):
             raise RowError("must be true or false", code="invalid_type", where="explain", status=400)
+        if explain and self._wants_arrow():  # which has scores only
+            raise RowError(
+                "is answered in JSON only", code="invalid_value", where="explain", status=400,
+                remedy="leave out explain, or the header Accept",
+            )  # fmt: skip
         if "rows" not in content:
             raise RowError(
                 "the rows are missing", code="missing_parameter", where="rows", status=400,
