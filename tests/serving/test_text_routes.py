@@ -498,3 +498,15 @@ def test_a_server_that_leaves_answers_on_connections_that_it_does_not_keep(model
         assert (after.json(), after.headers["connection"]) == (before.json(), "close")
         health = plain.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "unavailable"})
+
+
+def test_a_server_whose_engine_has_failed_for_good_is_not_alive(model: LanguageModel) -> None:
+    services = open_services(model)
+    with listening(services) as address, httpx.Client(base_url=address) as plain:
+        services.leaving.set()
+        live = plain.get("/live")
+        assert (live.status_code, live.json()) == (200, {"status": "ok"})
+        services.texts["small"].failure = RuntimeError("broken")
+        live = plain.get("/live")
+        assert (live.status_code, live.json()) == (503, {"status": "failed"})
+        assert plain.head("/live").status_code == 503

@@ -58,6 +58,11 @@ class Services:
         """Whether all models that write accept requests, and the server is not leaving."""
         return not self.leaving.is_set() and all(service.is_healthy for service in self.texts.values())
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether no model that writes has failed for good, which only another process mends."""
+        return all(service.failure is None for service in self.texts.values())
+
     def close(self, seconds: float) -> None:
         """Accept no more requests, and stop when all are answered, at most ``seconds`` later."""
         until = time.monotonic() + seconds
@@ -115,10 +120,11 @@ def create_app(
         return JSONResponse({"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503)
 
     @app.head("/live", include_in_schema=False)
-    @app.get("/live")
-    async def live() -> dict[str, str]:
-        """Return as long as the process answers at all."""
-        return {"status": "ok"}
+    @app.get("/live", response_model=None)
+    async def live() -> Response:
+        """Return whether a restart would do no good: the process answers, and no model has failed for good."""
+        is_alive = services.is_alive
+        return JSONResponse({"status": "ok" if is_alive else "failed"}, 200 if is_alive else 503)
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
