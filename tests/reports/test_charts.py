@@ -159,6 +159,10 @@ def test_series_are_told() -> None:
 def test_figures_have_a_key_for_several_series_and_are_none_for_dots_alone() -> None:
     one, other = Series("a", "s0", [1, 2], [1, 2]), Series("b", "s1", [1, 2], [2, 4], "dots")
     assert figure("heading", [other], ("x", "y")) is None
+    assert figure("heading", [], ("x", "y"), alone=True) is None
+    dots = figure("heading", [other], ("x", "y"), alone=True)
+    assert dots is not None
+    assert len(styled(dots.chart.svg(1), "dot s1")) == 2
     alone, both = figure("heading", [one], ("x", "y")), figure("heading", [one, other], ("x", "y"), mark=(2, 4, "top"))
     assert alone is not None
     assert both is not None

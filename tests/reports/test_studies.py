@@ -79,7 +79,10 @@ def test_a_sweep_is_drawn_on_logarithms_of_flops_beside_its_law() -> None:
 
 def test_a_sweep_without_a_law_says_why() -> None:
     study = power_law.study([MeasuredRun("m", 1e6, 0.8), MeasuredRun("m", 2e6, 0.7)])
-    assert f"m: no law ({study.failures['m']})" in unescape(sweep_page("small", study))
+    page = sweep_page("small", study)
+    assert f"m: no law ({study.failures['m']})" in unescape(page)
+    assert len(list(chart(page, "NE against FLOPs").iter("circle"))) == 2, "its runs are drawn all the same"
+    assert "the line is the law" not in page
 
 
 def test_an_isoflop_study_marks_the_optimum_of_every_budget() -> None:
@@ -115,4 +118,6 @@ def test_an_isoflop_study_of_too_few_sizes_has_a_page() -> None:
     study = isoflop_laws.study(surface_runs([6e18], sizes=2))
     page = isoflop_page("llama", study)
     assert "Optimal tokens" not in page
+    assert len(list(chart(page, "Loss against tokens").iter("circle"))) == len(study.curves[0].runs) == 2
+    assert "points are runs." in page
     assert unescape(str(study.curves[0].refusal)) in unescape(page)

@@ -418,14 +418,16 @@ def figure(
     places: Sequence[tuple[float, str]] = (),
     mark: tuple[float, float, str] | None = None,
     height: float = 280.0,
+    alone: bool = False,
 ) -> Figure | None:
     """Return a chart of several series, or the value in words if they are one point; None if there are only dots.
 
     Without ``x`` or ``y``, axes are linear from zero. ``levels`` are values and texts of horizontal reference lines,
-    ``places`` those of vertical ones, ``mark`` is a point to mark with a ring, and its text.
+    ``places`` those of vertical ones, ``mark`` is a point to mark with a ring, and its text. If ``alone``, dots need no
+    line to be a chart.
     """
     series = [one for one in series if one.is_drawable]
-    if all(one.drawn == "dots" for one in series):
+    if all(one.drawn == "dots" for one in series) and not (alone and series):
         return None
     if all(len(one.points()) == 1 for one in series):
         return Figure(heading, None, caption, told=_said(series, labels))

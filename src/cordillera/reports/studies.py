@@ -88,10 +88,12 @@ def sweep_page(name: str, study: ScalingStudy, bayes: float | None = None) -> st
         f"{study.metric} against FLOPs",
         series,
         (study.unit, study.metric),
-        "Points are runs; the line is the law." + (f" Bayes-optimal: {bayes:.4g}." if bayes is not None else ""),
+        ("Points are runs; the line is the law." if study.laws else "Points are runs.")
+        + (f" Bayes-optimal: {bayes:.4g}." if bayes is not None else ""),
         x=Axis.log(min(places) / 1.05, max(places) * 1.05),
         y=Axis(padded(values, 0.1)),
         levels=[] if bayes is None else [(bayes, "Bayes-optimal")],
+        alone=True,
     )
     models = [(one.style, one.name.removesuffix(", run")) for one in series if one.drawn == "dots"]
     chart = chart._replace(key=models if len(models) > 1 else ()) if chart else None
@@ -135,13 +137,15 @@ def _curves(study: IsoFlopStudy) -> Figure | None:
         "Loss against tokens",
         series,
         ("training tokens", "nats a token"),
-        "One colour a budget: points are runs, the line is their parabola, rings are optima.",
+        "One colour a budget: points are runs"
+        + (", the line is their parabola, rings are optima." if len(series) > len(study.curves) else "."),
         x=_of_counts(min(xs) / 1.05, max(xs) * 1.05),
         y=Axis(padded(ys, 0.1)),
+        alone=True,
     )
     runs = [one for one in series if one.drawn == "dots" and one.style != "mark"]
     kept = [(one.style, one.name.removesuffix(", run")) for one in runs]
-    return chart._replace(key=kept) if chart else None
+    return chart._replace(key=kept) if chart and chart.chart else chart
 
 
 def _of_counts(low: float, high: float) -> Axis:
