@@ -35,6 +35,14 @@ def test_differences_are_to_the_first(tmp_path: Path) -> None:
     assert compare_language([run_of(tmp_path / "alone", 2.5)]).notes == []
 
 
+def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path: Path) -> None:
+    targets = {"a/small": 7, "b/small": 8, "c": 7}
+    result = compare_language([run_of(tmp_path / place, 2.5, targets=count) for place, count in targets.items()])
+    first, second = str(tmp_path / "a" / "small"), str(tmp_path / "b" / "small")
+    assert [row.name for row in result.rows] == [first, second, "c"]
+    assert f"{second} has no difference: its evaluation is of other tokens than that of {first}." in result.notes
+
+
 @pytest.mark.parametrize(
     ("objective", "unit"),
     [("sft", "nats a token"), ("dpo", "nats a pair"), ("reward", "nats a pair"), ("grpo", "of the objective")],

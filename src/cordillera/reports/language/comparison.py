@@ -18,7 +18,7 @@ class LanguageRow:
     """One run; unknown numbers are NaN.
 
     Attributes:
-        name: Name of the run's folder.
+        name: Name of the run's folder, or the folder if several have that name.
         loss: Loss of the final evaluation, or of the last one if there is no final one: in nats a token, or in the unit
             of the run's objective.
         is_broken: Whether the loss of that evaluation is not finite.
@@ -88,6 +88,10 @@ def compare_language(runs: Sequence[Run]) -> LanguageComparison:
             raise DataError("was given twice", where=str(run.folder), remedy="give each run once")
         seen.add(folder)
     entries = [LanguageRecords(run) for run in runs]
+    names = [entry.name for entry in entries]
+    for run, entry in zip(runs, entries, strict=True):
+        if names.count(entry.name) > 1:
+            entry.name = str(run.folder)
     first, notes, rows = entries[0], [], []
     for run, entry in zip(runs, entries, strict=True):
         if entry.unit_of_loss != first.unit_of_loss:
