@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jinja2
@@ -35,6 +36,14 @@ def test_drawings_escape_texts() -> None:
     for drawing in drawings:
         assert "&lt;script&gt;" in drawing
         assert "<script" not in drawing
+
+
+def test_lines_and_their_keys_differ_without_colours() -> None:
+    style = (ROOM / "templates" / "style.css").read_text()
+    lines = dict(re.findall(r"\.line\.(s\d) \{ stroke-dasharray: ([^;]+);", style))
+    keys = dict(re.findall(r"\.key\.(s\d) \{ --dash: ([^;]+);", style))
+    assert sorted(lines) == sorted(keys) == ["s1", "s2", "s3", "s4", "s5"]  # that of s0 has no gaps
+    assert len(set(lines.values())) == len(set(keys.values())) == 5
 
 
 def test_a_value_that_a_template_lacks_is_an_error() -> None:
