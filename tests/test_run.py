@@ -81,6 +81,12 @@ def test_a_folder_without_recipe_is_not_a_run(tmp_path):
         Run(tmp_path)
 
 
+def test_a_folder_whose_name_is_no_number_is_no_checkpoint(run):
+    for name in ("step-000000003", "step-000000020", "step-²", "step-000000004.tmp"):
+        (run.checkpoints / name).mkdir()
+    assert run.saved_steps() == [3, 20]
+
+
 def test_a_second_writer_is_refused_with_the_first_ones_pid(run):
     with run.lock(), pytest.raises(RunError, match=str(os.getpid())), Run(run.folder).lock():
         pass

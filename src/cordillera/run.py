@@ -333,7 +333,7 @@ class Run:
 
     def saved_steps(self) -> list[int]:
         """Return the steps of the run's complete checkpoints, ascending."""
-        return sorted(int(path.name[5:]) for path in self.checkpoints.glob("step-*") if path.name[5:].isdigit())
+        return sorted(int(path.name[5:]) for path in self.checkpoints.glob("step-*") if path.name[5:].isdecimal())
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

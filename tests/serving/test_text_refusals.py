@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from cordillera.serving.http.errors import error_body
 from cordillera.serving.language.language_model import LanguageModel
 from tests.serving.servers import SECONDS, listening, open_services
 
@@ -210,6 +211,18 @@ def test_unknown_models_paths_and_methods(client: openai.OpenAI, plain: httpx.Cl
     assert plain.get("/v1/completions").status_code == 405
     assert plain.post("/health").status_code == 405
     assert "error" in plain.get("/v1/completions").json()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((status, "invalid_request_error") for status in (400, 405, 411, 413, 415, 422, 431)),
+        *((401, "authentication_error"), (404, "not_found_error"), (429, "rate_limit_error")),
+        *((500, "server_error"), (503, "service_unavailable")),
+    ],
+)
+def test_the_kind_of_an_error_follows_from_its_status(status: int, kind: str) -> None:
+    assert error_body(status, "wrong")["error"]["type"] == kind
 
 
 def test_requests_need_the_key_where_there_is_one(folder: Path, model: LanguageModel) -> None:

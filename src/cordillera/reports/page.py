@@ -6,7 +6,7 @@ Templates escape every value except charts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ def part(content: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, dict) else {}
+
+
+def folded(rows: Sequence[tuple[str, ...]], first: int, most: int) -> dict[str, Any]:
+    """Return the ``first`` rows, later ones up to ``most`` in all, and the number of those left out."""
+    return {"first": rows[:first], "later": rows[first:most], "left_out": max(0, len(rows) - most)}
 
 
 def count(value: Any) -> str:

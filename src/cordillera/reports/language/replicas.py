@@ -105,9 +105,9 @@ def render_replicas(name: str, found: Goodput) -> str:
         timeline=_timeline(found),
         charts=_charts(found),
         time=_parts(found),
-        faults=_folded([_fault_row(one) for one in found.faults]),
+        faults=page.folded([_fault_row(one) for one in found.faults], _SHOWN, _MOST),
         stragglers=[(one.name, f"{one.factor:.2f} times", f"{one.steps:,}") for one in found.stragglers],
-        messages=_folded([(duration(one.at), one.who, one.text) for one in sorted(found.messages)]),
+        messages=page.folded([(duration(one.at), one.who, one.text) for one in sorted(found.messages)], _SHOWN, _MOST),
     )
 
 
@@ -119,11 +119,6 @@ def _unit(seconds: float) -> tuple[str, float]:
 def _brief(seconds: float, unknown: str) -> str:
     """Return a time that may be short."""
     return seconds_text(seconds) if seconds < 60 else duration(seconds) if math.isfinite(seconds) else unknown
-
-
-def _folded(rows: Sequence[tuple[str, ...]]) -> dict[str, Any]:
-    """Return the first rows, later ones, and the number of those left out."""
-    return {"first": rows[:_SHOWN], "later": rows[_SHOWN:_MOST], "left_out": max(0, len(rows) - _MOST)}
 
 
 def _fault_row(one: ReplicaFault) -> tuple[str, ...]:

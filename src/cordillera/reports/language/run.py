@@ -315,11 +315,7 @@ def _events(records: LanguageRecords, replicas: Goodput | None = None) -> dict[s
     for kind, group in itertools.groupby(events, key=lambda event: event[0]):
         found = [one for _, one in group]
         rows += [_fault(*one) for one in found] if kind == "fault" else [_event(kind, found)]
-    return {
-        "first": rows[:_SHOWN_EVENTS],
-        "later": rows[_SHOWN_EVENTS:_MOST_EVENTS],
-        "left_out": max(0, len(rows) - _MOST_EVENTS),
-    }
+    return page.folded(rows, _SHOWN_EVENTS, _MOST_EVENTS)
 
 
 def _step_before(replicas: Goodput, at: float) -> int:

@@ -17,22 +17,13 @@ from cordillera.mistakes import explain
 CLIENT_LEFT = 499
 """Status of a request whose client has disconnected, as in nginx."""
 
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "service_unavailable",
-}
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return the body of an error."""
-    return {"error": {"message": message, "type": _KINDS.get(status, "server_error"), "param": param, "code": code}}
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_answer(status: int, message: str, param: str | None = None, code: str | None = None) -> JSONResponse:

@@ -46,7 +46,6 @@ class MicroBatcher(Generic[Work, Answer]):
     Args:
         compute: Function from requests to their answers, called by one thread.
         max_rows: Number of rows from which a batch takes no further request. A larger request is a batch of its own.
-        max_wait: Seconds that the first request of a batch waits for others; 0 takes those that wait already.
         max_queue_rows: Largest number of rows that wait. A larger request is refused even if nothing waits.
         on_batch: Function called with the number of rows of each batch before it is computed, or None.
     """
@@ -56,12 +55,11 @@ class MicroBatcher(Generic[Work, Answer]):
         compute: Callable[[Sequence[Work]], Sequence[Answer]],
         *,
         max_rows: int = 1024,
-        max_wait: float = 0.0,
         max_queue_rows: int = 16_384,
         on_batch: Callable[[int], object] | None = None,
     ) -> None:
         self._compute, self._on_batch = compute, on_batch
-        self.max_rows, self.max_wait, self.max_queue_rows = max_rows, max_wait, max_queue_rows
+        self.max_rows, self.max_queue_rows = max_rows, max_queue_rows
         self._waiting: deque[_Waiting[Work, Answer]] = deque()
         self._rows, self._closed = 0, False
         self._changed = threading.Condition()
@@ -140,12 +138,6 @@ class MicroBatcher(Generic[Work, Answer]):
                 if self._closed:
                     return None
                 self._changed.wait()
-            until = self._waiting[0].arrived + self.max_wait
-            while self.max_wait and self._waiting and self._rows < self.max_rows and not self._closed:
-                left = until - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
             taken, rows = list[_Waiting[Work, Answer]](), 0
             while self._waiting and (not taken or rows + self._waiting[0].rows <= self.max_rows):
                 one = self._waiting.popleft()

@@ -29,7 +29,6 @@ class ScoreServiceConfig(BaseModel):
 
     Attributes:
         max_rows: Number of rows from which a batch takes no further request.
-        max_wait: Seconds that a request waits for others even if nothing is computed.
         max_queue_rows: Largest number of rows that wait; further requests are refused.
         max_request_rows: Largest number of rows of a request.
         max_explained_rows: Largest number of rows of a request for explanations; fewer if they would not fit the queue.
@@ -39,7 +38,6 @@ class ScoreServiceConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_rows: int = Field(1024, ge=1)
-    max_wait: float = Field(0.0, ge=0, le=1)
     max_queue_rows: int = Field(16_384, ge=1)
     max_request_rows: int = Field(4096, ge=1)
     max_explained_rows: int = Field(64, ge=1)
@@ -109,7 +107,6 @@ class ScoreService:
         self._batcher = MicroBatcher[ScoreRequest, RowScores](
             self._compute,
             max_rows=self.config.max_rows,
-            max_wait=self.config.max_wait,
             max_queue_rows=self.config.max_queue_rows,
             on_batch=None if metrics is None else metrics.batch_rows.labels(name).observe,
         )
