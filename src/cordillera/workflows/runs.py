@@ -273,7 +273,7 @@ def report(run: Run | Path | str) -> Path:
     if not isinstance(recipe, LanguageRecipe):
         return write_report(run)
     try:
-        if recipe.fault_tolerance.replicas > 1 and any((run.folder / FOLDER).glob("*.jsonl")):
+        if any((run.folder / FOLDER).glob("*.jsonl")) and recipe.fault_tolerance.replicas > 1:
             write_replicas_page(run)
     finally:  # the report does without events that are damaged, or of more replicas than the run goes on with
         path = write_language_report(run)
