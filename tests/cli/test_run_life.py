@@ -594,3 +594,10 @@ def test_a_number_of_processes_is_at_least_one(made: Path, tmp_path: Path) -> No
     with pytest.raises(RunError, match="processes: must be at least 1, got 0"):
         workflows.train(load(made / "small.toml"), tmp_path / "run", processes=0)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_change_of_a_resumed_run_is_not_kept(cli, run: Run) -> None:
+    before = run.recipe_file.read_bytes()
+    for change in ("data.path=typo.csv", "data.path=[]"):
+        assert cli("train", run.folder, "--resume", "--set", change).code == 2
+        assert run.recipe_file.read_bytes() == before

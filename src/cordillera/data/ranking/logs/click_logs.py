@@ -355,8 +355,10 @@ def format_of(paths: Sequence[Path]) -> FileFormat:
     """Return the format that the names of a log's files imply.
 
     Raises:
-        DataError: a name implies no format, or two names imply different ones.
+        DataError: there is no file, a name implies no format, or two names imply different ones.
     """
+    if not paths:
+        raise DataError("no file was given", where="data.path", remedy="name one")
     found = guess_format(paths[0])
     for path in paths[1:]:
         if (other := guess_format(path)) != found:
