@@ -353,9 +353,9 @@ def test_strangers_do_not_hold_up_the_service() -> None:
 @pytest.mark.slow
 def test_the_newer_of_two_processes_of_one_name_stays() -> None:
     with served(Coordinator(CoordinationRules(2, start_s=4.0), JOB, TOKEN)) as coordinator:
-        old = link_to(coordinator, "r0")
+        old = link_to(coordinator, "r0", beat_s=5.0)  # a stall of four beats would make it the newer one
         old.ask(Ask("r0", initial_commit(JOB)))
-        new = link_to(coordinator, "r0")
+        new = link_to(coordinator, "r0", beat_s=5.0)
 
         def wait_for_end() -> None:
             while old.answer(30.0) is not None:  # on a busy machine, its question may have been answered before
