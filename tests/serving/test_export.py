@@ -20,7 +20,7 @@ import pytest
 
 import cordillera
 from cordillera import workflows
-from cordillera.errors import DependencyError
+from cordillera.errors import DependencyError, RunError
 from cordillera.recipe import load, validate
 from cordillera.serving.ranking import export, standalone
 from cordillera.serving.ranking.standalone import Scorer
@@ -196,6 +196,7 @@ def test_values_that_training_refuses_are_refused(bought: tuple[Path, Path], tmp
         ({"pair": 1.0}, "pair: 1 numbers, 2 are expected"),
         ({"long": 10**400}, "long: must be a number that fits into 64 bits"),
         ({"tags": 5}, "tags: must be a list of ids, got int"),
+        ({"raw": 1e300}, "row 0: the score is NaN"),
     ]
     for change, why in wrong:
         with pytest.raises(ValueError, match=why):
@@ -204,6 +205,15 @@ def test_values_that_training_refuses_are_refused(bought: tuple[Path, Path], tmp
         one.predict([row, 5])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="row 1 has no 'word'; give every column, None for a blank"):
         one.predict([row, {key: value for key, value in row.items() if key != "word"}])
+
+
+def test_a_run_in_an_emulated_format_is_not_exported(bought: tuple[Path, Path], tmp_path: Path) -> None:
+    run = Path(shutil.copytree(bought[0], tmp_path / "run"))
+    recipe = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(recipe + "\n[training.emulate]\nformat = 'bf16'\n")
+    with pytest.raises(RunError, match="computes in an emulated format"):
+        cordillera.export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_export_is_refused_by_name(bought: tuple[Path, Path], tmp_path: Path) -> None:
