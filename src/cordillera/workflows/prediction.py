@@ -256,6 +256,12 @@ def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bo
     target = Path(out) if out is not None else run.folder / "export"
     if target.exists() and not _is_export(target):
         raise RunError("exists and is no export", where=str(target), remedy="name another folder with --out")
+    if recipe.training.emulate is not None:
+        raise RunError(
+            "computes in an emulated format, which an export does not hold",
+            where=str(run.folder),
+            remedy="use load_model(run).predict",
+        )
     features = features_of(run, encoder)
     _, model = restore_model(run, features, torch.device("cpu"))
     if type(model).look_up not in (RankingModel.look_up, SequenceModel.look_up):
@@ -263,12 +269,6 @@ def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bo
             f"{type(model).__name__} has a look_up of its own, which an export does not hold",
             where=str(run.folder),
             remedy="compute it in forward, or use load_model(run).predict",
-        )
-    if recipe.training.emulate is not None:
-        raise RunError(
-            "computes in an emulated format, which an export does not hold",
-            where=str(run.folder),
-            remedy="use load_model(run).predict",
         )
     with disk_errors(target, "free some space, or name a folder on another disk with --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
