@@ -248,7 +248,8 @@ def export(run: Run | Path | str, out: Path | str | None = None, *, compiled: bo
 
     Raises:
         DependencyError: If ``onnx`` is set and the exporter is not installed.
-        RunError: If the folder holds something else, or the model looks up rows in a way of its own.
+        RunError: If the folder holds something else, or the model looks up rows in a way of its own or emulates a
+            format.
         CheckpointError: If there is no checkpoint, or it is corrupt.
     """
     run = run if isinstance(run, Run) else Run(run)
