@@ -12,6 +12,7 @@ import pytest
 from cordillera import topology
 from cordillera.errors import PlanError
 from cordillera.planning import workloads
+from cordillera.planning.changes import parse_change
 from cordillera.planning.language.explorer import Explorer, divisible
 from cordillera.planning.language.job import PlannedJob
 from cordillera.planning.language.step import families, held, simulate_step
@@ -171,7 +172,7 @@ def test_files_hold_what_they_should(tmp_path: Path) -> None:
 )
 def test_changes_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(PlanError, match="is not a change"):
-        commands.parse_change(text)
+        parse_change(text)
 
 
 def test_where_no_layout_follows_the_rules_the_baseline_gives_them_up() -> None:

@@ -18,7 +18,6 @@ from cordillera.partition import Weights
 from cordillera.planning import calibration as calibrations
 from cordillera.planning import workloads
 from cordillera.planning.changes import edits, with_changes
-from cordillera.planning.changes import parse_change as parse_change
 from cordillera.planning.language import operators
 from cordillera.planning.language import what_if as faults
 from cordillera.planning.language.explorer import Explorer
